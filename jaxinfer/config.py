@@ -1,0 +1,95 @@
+"""Frozen configuration: what a model is (`ModelConfig`) and how it is served (`EngineConfig`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+RopeScaling = Literal["none", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its length scalings.
+
+    Which fields matter depends on `scaling`: `linear` reads `factor`; `llama3` reads `factor`,
+    `low_freq_factor`, `high_freq_factor`, `original_max_position`; `yarn` (Peng et al. 2023,
+    arXiv:2309.00071) reads `factor`, `beta_fast`, `beta_slow`, `original_max_position`,
+    `attention_factor` (None: 0.1 ln(factor) + 1) and `truncate`.
+    """
+
+    theta: float = 10000.0
+    scaling: RopeScaling = "none"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a decoder-only transformer. Hashable: it is a static argument of the step."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    rope: RopeConfig = field(default_factory=RopeConfig)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ModelConfig:
+        """Inverse of `to_json`. Raises TypeError on unknown or missing fields."""
+        fields = dict(data)
+        fields["rope"] = RopeConfig(**fields["rope"])
+        return cls(**fields)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How the engine serves. Everything here is fixed for the life of the engine.
+
+    Attributes:
+        max_num_seqs: slots, the sequences that run at once.
+        max_model_len: prompt + output tokens of one sequence; None takes the model's own limit.
+        max_num_batched_tokens: prompt tokens one step may prefill, the largest chunk bucket.
+        page_size: tokens a KV page holds.
+        kv_pool_bytes: bytes for the KV pool; None derives it from the memory that is left.
+        memory_utilization: fraction of the device's memory the engine may plan with.
+        dtype: weights and activations; kv_dtype: the KV pool (None: as dtype).
+        overlap: dispatch a step before the previous one was read.
+        tensor_parallel_size: devices one model replica is sharded over.
+        max_queued_requests / max_queued_tokens: bounds of the waiting queue.
+    """
+
+    max_num_seqs: int = 32
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 512
+    page_size: int = 64
+    kv_pool_bytes: int | None = None
+    memory_utilization: float = 0.9
+    dtype: str = "float32"
+    kv_dtype: str | None = None
+    overlap: bool = True
+    tensor_parallel_size: int = 1
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 1 << 22

@@ -1,0 +1,185 @@
+"""What a client asks (`Request`) and what the engine answers (`SequenceEvent`): plain picklable data.
+
+The engine speaks token ids only. Text, stop strings and chat messages live in front of it
+(`frontend.py`), so the front can run in another process without a change.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+MAX_STOP_IDS = 64  # stop ids a slot can hold on the device, the model's own EOS ids included
+MAX_LOGIT_BIAS = 512  # logit_bias entries a slot can hold on the device
+MAX_LOGPROBS = 20  # top-N logprobs a request may ask for
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. Every field is honoured or refused.
+
+    Attributes:
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: keep the k most likely tokens (0 or -1: all). Ties at the threshold stay.
+        top_p: keep the smallest set of most likely tokens whose mass reaches top_p.
+        min_p: keep tokens at least min_p times as likely as the most likely one.
+        repetition_penalty: divides (positive) or multiplies (negative) logits of tokens seen in
+            prompt or output (Keskar et al. 2019, arXiv:1909.05858); 1 is off.
+        presence_penalty / frequency_penalty: subtracted once / per occurrence in the output.
+        logit_bias: (token id, value) pairs added to the logits.
+        seed: draws are keyed by (seed, position); None takes a fresh one for each request.
+        max_new_tokens: output limit; None is up to the model's limit.
+        stop: strings that end the output, held back exactly; include_stop keeps the match.
+        stop_token_ids: ids that end the output besides the model's EOS ids.
+        ignore_eos: the model's EOS ids do not end the output.
+        logprobs: None: off; 0: of the chosen token; N: also of the N most likely. They are
+            log-softmax of the model's own logits, before any option here changes them.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn at random rather than taken greedily."""
+        return self.temperature > 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the choice depends on the tokens seen before."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One client's ask, complete and validated: ids < vocab, lengths feasible, seed chosen.
+
+    `stop_ids` are the ids that end this request (EOS ids unless ignored, plus its own).
+    `arrival` and `deadline` are seconds on the engine's clock (`time.monotonic`).
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    max_new_tokens: int
+    seed: int
+    stop_ids: tuple[int, ...] = ()
+    arrival: float = 0.0
+    deadline: float | None = None
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended."""
+
+    EOS = "eos"  # the model's own end token
+    STOP_ID = "stop_id"  # one of the request's stop_token_ids
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprob of a chosen token and, if asked, of the most likely ones, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEvent:
+    """What one step brought for one request: new tokens, and the end if it came.
+
+    A stop id that ends the request is the last of `tokens`. `time` is the engine clock when the
+    step was read; `first_scheduled` is set on the first event (queueing ends there).
+    """
+
+    request_id: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: FinishReason | None = None
+    error: str = ""
+    time: float = 0.0
+    first_scheduled: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Command: run this request."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Command: end this request now, for this reason. Unknown ids are ignored."""
+
+    request_id: str
+    reason: FinishReason = FinishReason.CANCELLED
+
+
+Command = Submit | Abort
+
+
+@dataclass(slots=True)
+class Violation:
+    """One bad field: its name, what is wrong (value and limit) and what to do."""
+
+    field: str
+    message: str
+
+
+class RequestError(ValueError):
+    """A request that cannot be honoured as asked; nothing was started."""
+
+    def __init__(self, violations: list[Violation]):
+        self.violations = violations
+        super().__init__("; ".join(f"{v.field}: {v.message}" for v in violations))
+
+
+class QueueFullError(RuntimeError):
+    """The bounded queue is full; `retry_after` seconds is when to try again."""
+
+    def __init__(self, message: str, retry_after: float):
+        self.retry_after = retry_after
+        super().__init__(message)
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine takes no requests: it is draining, stalled or dead. The message says which."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Requests and tokens since start. received = finished + aborted + refused + running + waiting."""
+
+    received: int = 0
+    finished: int = 0
+    aborted: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    by_reason: dict[str, int] = field(default_factory=dict)
