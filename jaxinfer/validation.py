@@ -1,0 +1,268 @@
+"""The edge: what a request may ask, checked in full before anything starts.
+
+`build_request` is the only way from a caller's prompt and `SamplingParams` to a `Request`. It
+reports every violation at once, each with the field, the value, the limit and what to do, so the
+engine behind it never meets an id, a length or a number that it cannot run.
+
+Rules worth knowing:
+- `max_new_tokens` absent means up to the limit: min(max_model_len, KV capacity) - prompt tokens.
+  Given, it must fit as it stands; it is never clamped.
+- A prompt needs at least one token and leaves room for one more, so `max_model_len - 1` tokens is
+  the longest and answers one token.
+- `temperature` 0 is greedy, whatever top_k, top_p and min_p say (they never remove the most likely
+  token). Between 0 and MIN_TEMPERATURE is refused: logits divided by it overflow float32.
+- `top_k` 0, -1 or at least the vocabulary keeps all tokens; the request carries 0 then.
+- The end ids of a request are its `stop_token_ids` and, unless `ignore_eos`, the model's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxinfer.request import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_STOP_IDS,
+    Request,
+    RequestError,
+    SamplingParams,
+    Violation,
+)
+
+MAX_STOP_STRINGS = 64  # stop strings of one request
+MAX_STOP_LENGTH = 1024  # characters of one stop string
+MAX_BIAS = 100.0  # magnitude of a logit_bias value
+MIN_TEMPERATURE = 1e-12  # smallest temperature that is not 0
+MAX_TEMPERATURE = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What one engine can take.
+
+    Attributes:
+        vocab_size: token ids are in [0, vocab_size).
+        max_model_len: prompt + output tokens of one sequence.
+        max_num_seqs: sequences that run at once.
+        kv_tokens: tokens of KV pool that one sequence may use when it is alone.
+        max_queued_requests / max_queued_tokens: bounds of the waiting queue.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    kv_tokens: int
+    max_queued_requests: int
+    max_queued_tokens: int
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt + output tokens that one sequence can really have."""
+        return min(self.max_model_len, self.kv_tokens)
+
+
+def build_request(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    limits: EngineLimits,
+    eos_ids: Iterable[int],
+    request_id: str,
+    now: float,
+    timeout: float | None = None,
+) -> Request:
+    """The complete, validated `Request`; `now` is engine time and `timeout` seconds from it.
+
+    Raises RequestError with every violation.
+    """
+    eos = tuple(eos_ids)
+    found = Violations()
+    check_prompt(found, prompt, limits)
+    check_sampling(found, params, limits, eos)
+    if not found and params.max_new_tokens is not None:
+        check_output_length(found, len(prompt), params.max_new_tokens, limits)
+    found.raise_if_any()
+    own_eos = () if params.ignore_eos else eos
+    return Request(
+        id=request_id,
+        prompt=tuple(prompt),
+        params=_normalised(params, limits),
+        max_new_tokens=params.max_new_tokens or limits.max_tokens - len(prompt),
+        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        stop_ids=tuple(dict.fromkeys((*own_eos, *params.stop_token_ids))),
+        arrival=now,
+        deadline=None if timeout is None else now + timeout,
+    )
+
+
+def _normalised(params: SamplingParams, limits: EngineLimits) -> SamplingParams:
+    """top_k = 0 wherever all tokens are kept."""
+    keeps_all = params.top_k <= 0 or params.top_k >= limits.vocab_size
+    return dataclasses.replace(params, top_k=0) if keeps_all else params
+
+
+class Violations(list[Violation]):
+    """Violations found so far."""
+
+    def add(self, field: str, message: str) -> None:
+        self.append(Violation(field, message))
+
+    def raise_if_any(self) -> None:
+        if self:
+            raise RequestError(list(self))
+
+    def number(
+        self, field: str, value: Any, low: float, high: float, *, open_low: bool = False
+    ) -> bool:
+        """Require a finite number in [low, high], or (low, high] if `open_low`."""
+        interval = f"{'above' if open_low else 'at least'} {low:g} and at most {high:g}"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.add(field, f"is {value!r}; it must be a number {interval}")
+        elif not (low < value if open_low else low <= value) or not value <= high:  # NaN fails too
+            self.add(field, f"is {value}; it must be {interval}")
+        else:
+            return True
+        return False
+
+    def integer(self, field: str, value: Any, low: int, high: int | None, why: str = "") -> bool:
+        """Require an int in [low, high]; `high` None is unbounded. `why` says where it is from."""
+        interval = f"at least {low}" if high is None else f"from {low} to {high}"
+        if not _is_int(value):
+            self.add(field, f"is {value!r}; it must be an integer {interval}{why}")
+        elif value < low or (high is not None and value > high):
+            self.add(field, f"is {value}; it must be {interval}{why}")
+        else:
+            return True
+        return False
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_token_ids(found: Violations, field: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Require every id in [0, vocab_size); reports the first that is not."""
+    for position, token in enumerate(ids):
+        if not _is_int(token) or not 0 <= token < vocab_size:
+            found.add(
+                f"{field}[{position}]",
+                f"is {token!r}; token ids of this model are from 0 to {vocab_size - 1}",
+            )
+            return
+
+
+def check_prompt(found: Violations, prompt: Sequence[int], limits: EngineLimits) -> None:
+    count = len(prompt)
+    if not count:
+        found.add("prompt", "is empty; give at least one token")
+    elif count >= limits.max_model_len:
+        found.add(
+            "prompt",
+            f"has {count} tokens; at most {limits.max_model_len - 1} leave room for an answer"
+            f" (max_model_len is {limits.max_model_len}); shorten it",
+        )
+    elif count >= limits.kv_tokens:
+        found.add(
+            "prompt",
+            f"has {count} tokens; the KV pool holds {limits.kv_tokens} tokens of one sequence;"
+            " shorten it or serve with a larger --kv-cache-memory",
+        )
+    elif count > limits.max_queued_tokens:
+        found.add(
+            "prompt",
+            f"has {count} tokens; the queue takes {limits.max_queued_tokens} tokens in all;"
+            " shorten it or serve with a larger --max-queued-tokens",
+        )
+    check_token_ids(found, "prompt", prompt, limits.vocab_size)
+
+
+def check_output_length(
+    found: Violations, prompt_tokens: int, max_new_tokens: int, limits: EngineLimits
+) -> None:
+    """Require prompt + output to fit the model's length and the KV pool."""
+    total = prompt_tokens + max_new_tokens
+    if total <= limits.max_tokens:
+        return
+    room = limits.max_tokens - prompt_tokens
+    if limits.max_model_len <= limits.kv_tokens:
+        limit = f"max_model_len is {limits.max_model_len}"
+    else:
+        limit = (
+            f"the KV pool holds {limits.kv_tokens} tokens of one sequence"
+            " (serve with a larger --kv-cache-memory)"
+        )
+    found.add(
+        "max_new_tokens",
+        f"is {max_new_tokens}; with {prompt_tokens} prompt tokens that makes {total}, and {limit}:"
+        f" ask for at most {room}, or leave it out for as many as fit",
+    )
+
+
+def check_sampling(
+    found: Violations, params: SamplingParams, limits: EngineLimits, eos_ids: Sequence[int]
+) -> None:
+    """Require every field of `params` to be one the engine honours as it stands."""
+    if found.number("temperature", params.temperature, 0, MAX_TEMPERATURE) and (
+        0 < params.temperature < MIN_TEMPERATURE
+    ):
+        found.add(
+            "temperature",
+            f"is {params.temperature}; it must be 0 (greedy) or at least {MIN_TEMPERATURE:g}",
+        )
+    found.integer("top_k", params.top_k, -1, None, " (0 and -1 keep all tokens)")
+    found.number("top_p", params.top_p, 0, 1, open_low=True)
+    found.number("min_p", params.min_p, 0, 1)
+    found.number("repetition_penalty", params.repetition_penalty, 0.01, 100)
+    found.number("presence_penalty", params.presence_penalty, -2, 2)
+    found.number("frequency_penalty", params.frequency_penalty, -2, 2)
+    if params.seed is not None:
+        found.integer("seed", params.seed, 0, MAX_SEED)
+    if params.max_new_tokens is not None:
+        found.integer("max_new_tokens", params.max_new_tokens, 1, None)
+    if params.logprobs is not None:
+        most = min(MAX_LOGPROBS, limits.vocab_size)
+        found.integer("logprobs", params.logprobs, 0, most)
+    _check_logit_bias(found, params, limits)
+    _check_stops(found, params, limits, eos_ids)
+
+
+def _check_logit_bias(found: Violations, params: SamplingParams, limits: EngineLimits) -> None:
+    entries = params.logit_bias
+    if len(entries) > MAX_LOGIT_BIAS:
+        found.add("logit_bias", f"has {len(entries)} entries; at most {MAX_LOGIT_BIAS} are taken")
+        return
+    ids = [token for token, _ in entries]
+    check_token_ids(found, "logit_bias", ids, limits.vocab_size)
+    if len(set(ids)) < len(ids):
+        found.add("logit_bias", "names a token id twice; give each id one value")
+    for token, value in entries:
+        found.number(f"logit_bias[{token}]", value, -MAX_BIAS, MAX_BIAS)
+
+
+def _check_stops(
+    found: Violations, params: SamplingParams, limits: EngineLimits, eos_ids: Sequence[int]
+) -> None:
+    check_token_ids(found, "stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    own = set() if params.ignore_eos else set(eos_ids)
+    count = len(own.union(params.stop_token_ids))
+    if count > MAX_STOP_IDS:
+        found.add(
+            "stop_token_ids",
+            f"makes {count} end ids with the model's own {len(own)}; at most {MAX_STOP_IDS} fit",
+        )
+    if isinstance(params.stop, str):
+        found.add("stop", f"is {params.stop!r}; give a tuple of strings")
+        return
+    if len(params.stop) > MAX_STOP_STRINGS:
+        found.add("stop", f"has {len(params.stop)} strings; at most {MAX_STOP_STRINGS} are taken")
+    for position, stop in enumerate(params.stop):
+        if not 1 <= len(stop) <= MAX_STOP_LENGTH:
+            found.add(
+                f"stop[{position}]",
+                f"has {len(stop)} characters; it must have 1 to {MAX_STOP_LENGTH}",
+            )
