@@ -18,7 +18,7 @@ Rules worth knowing:
 from __future__ import annotations
 
 import dataclasses
-import math
+import numbers
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -90,7 +90,7 @@ def build_request(
     own_eos = () if params.ignore_eos else eos
     return Request(
         id=request_id,
-        prompt=tuple(prompt),
+        prompt=tuple(map(int, prompt)),
         params=_normalised(params, limits),
         max_new_tokens=params.max_new_tokens or limits.max_tokens - len(prompt),
         seed=secrets.randbits(63) if params.seed is None else params.seed,
@@ -121,7 +121,7 @@ class Violations(list[Violation]):
     ) -> bool:
         """Require a finite number in [low, high], or (low, high] if `open_low`."""
         interval = f"{'above' if open_low else 'at least'} {low:g} and at most {high:g}"
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
             self.add(field, f"is {value!r}; it must be a number {interval}")
         elif not (low < value if open_low else low <= value) or not value <= high:  # NaN fails too
             self.add(field, f"is {value}; it must be {interval}")
@@ -142,7 +142,7 @@ class Violations(list[Violation]):
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def check_token_ids(found: Violations, field: str, ids: Sequence[int], vocab_size: int) -> None:
