@@ -1,4 +1,7 @@
-"""Parameters are declared once, as a tree of `ParamSpec`; shape, sharding, init and restore derive from it."""
+"""Parameters are declared once, as a tree of `ParamSpec`.
+
+Shape, sharding, init and restore derive from it.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,7 @@ Tree = Any  # nested dicts and lists whose leaves are ParamSpec or arrays
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One parameter: its shape, logical axes (one name or None a dimension) and init.
-
-    """
+    """One parameter: its shape, logical axes (one name or None a dimension) and init."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -48,11 +49,16 @@ def named_leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
         yield ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path), leaf
 
 
+def map_named_specs(fn: Callable[[str, ParamSpec], Any], specs: Tree) -> Tree:
+    """Like `map_specs`; `fn` also gets the dotted path of `named_leaves`."""
+    leaves, structure = jax.tree.flatten(specs, is_leaf=is_spec)
+    names = (name for name, _ in named_leaves(specs))
+    return structure.unflatten(fn(name, leaf) for name, leaf in zip(names, leaves, strict=True))
+
+
 def param_bytes(specs: Tree, dtype: str) -> int:
     """Bytes of all parameters in the model's dtype."""
-    return sum(
-        math.prod(s.shape) * s.resolve_dtype(dtype).itemsize for _, s in named_leaves(specs)
-    )
+    return sum(math.prod(s.shape) * s.resolve_dtype(dtype).itemsize for _, s in named_leaves(specs))
 
 
 def init_params(specs: Tree, dtype: str, seed: int = 0) -> Tree:
@@ -74,8 +80,6 @@ def init_params(specs: Tree, dtype: str, seed: int = 0) -> Tree:
 def abstract_params(specs: Tree, dtype: str, sharding_of: Callable[[ParamSpec], Any]) -> Tree:
     """ShapeDtypeStructs with shardings: what restore and ahead-of-time compilation take."""
     return map_specs(
-        lambda s: jax.ShapeDtypeStruct(
-            s.shape, s.resolve_dtype(dtype), sharding=sharding_of(s)
-        ),
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.resolve_dtype(dtype), sharding=sharding_of(s)),
         specs,
     )

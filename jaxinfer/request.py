@@ -1,4 +1,4 @@
-"""What a client asks (`Request`) and what the engine answers (`SequenceEvent`): plain picklable data.
+"""What a client asks (`Request`) and what the engine answers (`SequenceEvent`): picklable data.
 
 The engine speaks token ids only. Text, stop strings and chat messages live in front of it
 (`frontend.py`), so the front can run in another process without a change.
@@ -173,7 +173,7 @@ class EngineStoppedError(RuntimeError):
 
 @dataclass(slots=True)
 class Counters:
-    """Requests and tokens since start. received = finished + aborted + refused + running + waiting."""
+    """Since start. received = finished + aborted + refused + running + waiting."""
 
     received: int = 0
     finished: int = 0

@@ -1,0 +1,1 @@
+"""Attention and cache kernels. Imports jax only; every operation has a twin in plain jnp."""

@@ -18,13 +18,13 @@ Attend = Callable[[Any, Any, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class HfSource:
-    """The Hugging Face tensors one parameter is made of; `combine` takes them in order.
+    """The Hugging Face tensors (name: shape) one parameter is made of, in order for `combine`.
 
     Without `combine` the single tensor is taken as it is. Either result is reshaped to the
     parameter's shape, which must have as many elements.
     """
 
-    names: tuple[str, ...]
+    tensors: dict[str, tuple[int, ...]]
     combine: Callable[..., Any] | None = None
 
 
@@ -34,10 +34,8 @@ class Family(Protocol):
     def config_from_hf(self, hf: dict[str, Any], rope: Any) -> ModelConfig: ...
     def param_specs(self, c: ModelConfig) -> Tree: ...
     def hf_sources(self, c: ModelConfig) -> dict[str, HfSource]: ...
-    def embed(
-        self, params: Tree, c: ModelConfig, tokens: Int[Array, "T"]
-    ) -> Float[Array, "T D"]: ...
-    def layer_context(self, c: ModelConfig, positions: Int[Array, "T"]) -> LayerContext: ...
+    def embed(self, params: Tree, c: ModelConfig, tokens: Int[Array, T]) -> Float[Array, "T D"]: ...
+    def layer_context(self, c: ModelConfig, positions: Int[Array, T]) -> LayerContext: ...
     def layer(
         self,
         params: Tree,

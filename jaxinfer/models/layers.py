@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,23 +15,43 @@ def linear(x: Float[Array, "T K"], weight: Float[Array, "... K"]) -> Float[Array
     """x @ weight.T over the last axis of both; weights are stored (out..., in).
 
     That layout is the checkpoint's own, lets a tied head share the embedding, and is the fast
-    one for XLA on CPUs.
+    one for XLA on CPUs. The product is taken over a flat weight: with several output axes XLA
+    would transpose and copy the whole weight in every step.
     """
-    return lax.dot_general(x, weight, (((1,), (weight.ndim - 1,)), ((), ())))
+    flat = weight.reshape(-1, weight.shape[-1])
+    product = lax.dot_general(x, flat, (((1,), (1,)), ((), ())))
+    return product.reshape(x.shape[0], *weight.shape[:-1])
 
 
-def rms_norm(x: Float[Array, "T D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "T D"]:
+def rms_norm(x: Float[Array, "T D"], weight: Float[Array, D], eps: float) -> Float[Array, "T D"]:
     """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467), statistics in float32."""
     x32 = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def swiglu(gate_up: Float[Array, "T 2 F"]) -> Float[Array, "T F"]:
+MLP_BLOCK = 64
+
+
+def mlp_block(intermediate_size: int) -> int:
+    """Rows of gate and up that alternate in a fused weight [F / block, 2, block, D].
+
+    Whole blocks keep both halves contiguous, and one axis shards gate, up and down alike.
+    """
+    return math.gcd(intermediate_size, MLP_BLOCK)
+
+
+def fuse_gate_up(gate: Any, up: Any) -> Any:
+    """Weights [F, D] of gate and up as one [F / block, 2, block, D]."""
+    shape = (-1, 1, mlp_block(gate.shape[0]), gate.shape[1])
+    return gate.__array_namespace__().concat([gate.reshape(shape), up.reshape(shape)], axis=1)
+
+
+def swiglu(gate_up: Float[Array, "T blocks 2 block"]) -> Float[Array, "T F"]:
     """silu(gate) * up (Shazeer 2020, arXiv:2002.05202)."""
-    return jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
+    return (jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]).reshape(gate_up.shape[0], -1)
 
 
-def embed(table: Float[Array, "V D"], tokens: Int[Array, "T"]) -> Float[Array, "T D"]:
+def embed(table: Float[Array, "V D"], tokens: Int[Array, T]) -> Float[Array, "T D"]:
     """Rows of the embedding table. Token ids are validated at the edge."""
     return table.at[tokens].get(mode="promise_in_bounds")

@@ -1,4 +1,4 @@
-"""Rotary position embedding: tables in float32, applied to the two halves of a head (NeoX order)."""
+"""Rotary position embedding: float32 tables, applied to the halves of a head (NeoX order)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _yarn(inv: np.ndarray, rope: RopeConfig, head_dim: int) -> tuple[np.ndarray,
 
 
 def rope_tables(
-    rope: RopeConfig, head_dim: int, positions: Int[Array, "T"]
+    rope: RopeConfig, head_dim: int, positions: Int[Array, T]
 ) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
     """cos and sin of every position, float32, scaled by the attention factor."""
     inv, factor = inverse_frequencies(rope, head_dim)

@@ -1,0 +1,95 @@
+"""The paged KV pool on the device, and its geometry.
+
+Layers with the same cache needs form a group; each group has its own page count and page table.
+Every layer has its own pair of arrays [pages, kv_heads, page_size, head_dim], so a step updates
+them in place. Page 0 is the null page.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.config import ModelConfig
+
+Pools = list[tuple[Any, Any]]  # one (k_pages, v_pages) a layer: arrays or their structs
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that share a page table: full attention over `num_pages` pages."""
+
+    layers: tuple[int, ...]
+    num_pages: int
+    page_size: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes one page takes over all layers of the group, keys and values."""
+        per_layer = 2 * self.kv_heads * self.page_size * self.head_dim
+        return len(self.layers) * per_layer * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def capacity(self) -> int:
+        """Tokens the group can hold: page 0 holds none."""
+        return (self.num_pages - 1) * self.page_size
+
+    @property
+    def layer_shape(self) -> tuple[int, int, int, int]:
+        return (self.num_pages, self.kv_heads, self.page_size, self.head_dim)
+
+
+def kv_groups(
+    model: ModelConfig, num_pages: int, page_size: int, dtype: str
+) -> tuple[KVGroup, ...]:
+    """The groups of a model. So far every layer attends to everything: one group."""
+    return (
+        KVGroup(
+            layers=tuple(range(model.num_layers)),
+            num_pages=num_pages,
+            page_size=page_size,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=dtype,
+        ),
+    )
+
+
+def pages_that_fit(model: ModelConfig, page_size: int, dtype: str, pool_bytes: int) -> int:
+    """Pages that `pool_bytes` holds, rounded down to a multiple of 16 above 64.
+
+    The page count is part of every program's shape: rounding keeps the compilation cache valid
+    when the free memory differs a little from one start to the next.
+    """
+    pages = pool_bytes // kv_groups(model, 1, page_size, dtype)[0].page_bytes
+    return pages // 16 * 16 if pages > 64 else pages
+
+
+def pages_for(tokens: int, page_size: int) -> int:
+    """Pages that hold `tokens` tokens."""
+    return math.ceil(tokens / page_size)
+
+
+def abstract_pools(groups: tuple[KVGroup, ...], sharding: Any = None) -> Pools:
+    """The pools as ShapeDtypeStructs, in layer order."""
+    by_layer = {layer: group for group in groups for layer in group.layers}
+    pools = []
+    for _, group in sorted(by_layer.items()):
+        pages = jax.ShapeDtypeStruct(group.layer_shape, jnp.dtype(group.dtype), sharding=sharding)
+        pools.append((pages, pages))
+    return pools
+
+
+def empty_pools(groups: tuple[KVGroup, ...], sharding: Any = None) -> Pools:
+    """Zeroed pools on the device: every page is finite before it is written."""
+    return [
+        (jnp.zeros(k.shape, k.dtype, device=sharding), jnp.zeros(v.shape, v.dtype, device=sharding))
+        for k, v in abstract_pools(groups)
+    ]

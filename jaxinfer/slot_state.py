@@ -1,0 +1,166 @@
+"""What the device remembers of every slot between steps: pure pytrees, donated through the step.
+
+Arrays have one row more than there are slots: the last row is the null slot, which padding works
+on. It is always done, and its pages are null pages.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxinfer.request import MAX_LOGIT_BIAS, MAX_STOP_IDS
+from jaxinfer.sequence import Sequence
+
+HISTORY_CHUNK = 512  # tokens of penalty history one upload carries
+NO_TOKEN = -1
+
+
+class Slots(NamedTuple):
+    """Decode progress. `done` rows compute nothing: idle, prefilling, or stopped."""
+
+    token: Int[Array, N]  # the last token, input of the next decode step
+    position: Int[Array, N]  # where it goes: tokens already in the pool
+    done: Bool[Array, N]
+    page_tables: tuple[Int[Array, "N W"], ...]  # by KV group
+
+
+class Options(NamedTuple):
+    """Sampling options of each slot, written when a sequence is admitted."""
+
+    numbers: Int[Array, "N 10"]  # columns below; floats as their bits
+    stop_ids: Int[Array, "N stops"]
+    bias_ids: Int[Array, "N biases"]
+    bias_values: Float[Array, "N biases"]
+
+    def number(self, name: str, rows: Int[Array, R]) -> Array:
+        """One column at `rows`, floats as float32."""
+        column = self.numbers[rows, COLUMNS[name]]
+        return column if name in INTEGERS else lax.bitcast_convert_type(column, jnp.float32)
+
+
+class History(NamedTuple):
+    """Tokens seen by each slot, kept only for requests with penalties."""
+
+    output_counts: Int[Array, "N V"]  # int16: times generated
+    in_prompt: Bool[Array, "N V"]
+
+
+INTEGERS = ("top_k", "seed_low", "seed_high", "limit")
+COLUMNS = {
+    name: i
+    for i, name in enumerate(
+        (
+            *INTEGERS,
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+    )
+}
+
+
+def empty_slots(num_slots: int, table_widths: tuple[int, ...]) -> Slots:
+    """All slots done, all pages null."""
+    rows = num_slots + 1
+    return Slots(
+        token=jnp.zeros(rows, jnp.int32),
+        position=jnp.zeros(rows, jnp.int32),
+        done=jnp.ones(rows, bool),
+        page_tables=tuple(jnp.zeros((rows, width), jnp.int32) for width in table_widths),
+    )
+
+
+def empty_options(num_slots: int) -> Options:
+    rows = num_slots + 1
+    return Options(
+        numbers=jnp.zeros((rows, len(COLUMNS)), jnp.int32),
+        stop_ids=jnp.full((rows, MAX_STOP_IDS), NO_TOKEN, jnp.int32),
+        bias_ids=jnp.zeros((rows, MAX_LOGIT_BIAS), jnp.int32),
+        bias_values=jnp.zeros((rows, MAX_LOGIT_BIAS), jnp.float32),
+    )
+
+
+def empty_history(num_slots: int, vocab_size: int) -> History:
+    shape = (num_slots + 1, vocab_size)
+    return History(jnp.zeros(shape, jnp.int16), jnp.zeros(shape, bool))
+
+
+OPTIONS_SIZE = 1 + len(COLUMNS) + MAX_STOP_IDS + 2 * MAX_LOGIT_BIAS
+
+
+def pack_options(sequences: list[Sequence], rows: int, null_slot: int) -> np.ndarray:
+    """The options of admitted sequences as int32[rows, OPTIONS_SIZE]: slot, numbers, lists."""
+    packed = np.zeros((rows, OPTIONS_SIZE), np.int32)
+    packed[:, 0] = null_slot
+    stops = 1 + len(COLUMNS)
+    packed[:, stops : stops + MAX_STOP_IDS] = NO_TOKEN
+    for row, sequence in zip(packed, sequences):
+        request, params = sequence.request, sequence.request.params
+        row[0] = sequence.slot
+        row[1 + COLUMNS["top_k"]] = max(params.top_k, 0)
+        row[1 + COLUMNS["seed_low"] : 3 + COLUMNS["seed_low"]] = np.array(
+            [request.seed], np.int64
+        ).view(np.int32)
+        row[1 + COLUMNS["limit"]] = len(request.prompt) + request.max_new_tokens
+        for name in COLUMNS.keys() - INTEGERS:
+            row[1 + COLUMNS[name]] = np.float32(getattr(params, name)).view(np.int32)
+        row[stops : stops + len(request.stop_ids)] = request.stop_ids
+        for i, (token, value) in enumerate(params.logit_bias):
+            row[stops + MAX_STOP_IDS + i] = token
+            row[stops + MAX_STOP_IDS + MAX_LOGIT_BIAS + i] = np.float32(value).view(np.int32)
+    return packed
+
+
+def admit(slots: Slots, options: Options, packed: Int[Array, "A size"]) -> tuple[Slots, Options]:
+    """Write the options of newly admitted sequences; their slots start as done (not decoding)."""
+    rows = packed[:, 0]
+    parts = jnp.split(
+        packed[:, 1:],
+        np.cumsum([len(COLUMNS), MAX_STOP_IDS, MAX_LOGIT_BIAS]),
+        axis=1,
+    )
+    values = lax.bitcast_convert_type(parts[3], jnp.float32)
+    new = [
+        old.at[rows].set(part, mode="promise_in_bounds")
+        for old, part in zip(options, [*parts[:3], values])
+    ]
+    done = slots.done.at[rows].set(True, mode="promise_in_bounds")
+    return slots._replace(done=done), Options(*new)
+
+
+def pack_history(sequence: Sequence) -> list[np.ndarray]:
+    """Uploads int32[2 + HISTORY_CHUNK] that rebuild a slot's history: slot, flags, tokens.
+
+    Flag bit 0: clear the slot first; bit 1: these are outputs. Padding tokens are NO_TOKEN.
+    """
+    prompt_len = sequence.prompt_len
+    uploads: list[np.ndarray] = []
+    for tokens, flag in ((sequence.tokens[:prompt_len], 0), (sequence.tokens[prompt_len:], 2)):
+        for first in range(0, len(tokens), HISTORY_CHUNK):
+            part = tokens[first : first + HISTORY_CHUNK]
+            upload = np.full(2 + HISTORY_CHUNK, NO_TOKEN, np.int32)
+            upload[0], upload[1] = sequence.slot, flag | (not uploads)
+            upload[2 : 2 + len(part)] = part
+            uploads.append(upload)
+    return uploads
+
+
+def load_history(history: History, packed: Int[Array, size]) -> History:
+    """Add one upload of `pack_history` to a slot's history."""
+    slot, flags, tokens = packed[0], packed[1], packed[2:]
+    clear, output = (flags & 1) > 0, (flags & 2) > 0
+    real = tokens != NO_TOKEN
+    where = jnp.maximum(tokens, 0)
+    counts = jnp.where(clear, 0, history.output_counts[slot])
+    seen = ~clear & history.in_prompt[slot]
+    counts = counts.at[where].add((real & output).astype(jnp.int16))
+    seen = seen.at[where].max(real & ~output)
+    return History(history.output_counts.at[slot].set(counts), history.in_prompt.at[slot].set(seen))

@@ -1,0 +1,159 @@
+"""The forward pass of a step: the first of its two programs, the second being `sampler.sample`.
+
+One body serves every shape: S decode rows of one token each and one prefill chunk of C tokens made
+of pieces of several prompts. Pure; pool and slot state are donated, tokens stay on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.kv_pool import KVGroup, Pools
+from jaxinfer.models import family_of
+from jaxinfer.models.base import LayerContext
+from jaxinfer.params import Tree
+from jaxinfer.sampler import SampleRows
+from jaxinfer.slot_state import Slots
+from jaxinfer.slot_state import admit as _admit
+from jaxinfer.slot_state import load_history as _load_history
+from jaxinfer.step_plan import StepShape, layout
+from pallas_kernels.paged_attention import Implementation, paged_attention, paged_prefill, write_kv
+
+admit = jax.jit(_admit, donate_argnames=("slots", "options"))
+load_history = jax.jit(_load_history, donate_argnames=("history",))
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """The static side of a step: what is computed, and how attention is."""
+
+    config: ModelConfig
+    groups: tuple[KVGroup, ...]
+    attention: Implementation
+
+    def group_of(self, layer: int) -> int:
+        return next(i for i, group in enumerate(self.groups) if layer in group.layers)
+
+
+class Placement(NamedTuple):
+    """Where the tokens of a step go in one KV group, and what attention needs to know."""
+
+    pages: Int[Array, T]
+    offsets: Int[Array, T]
+    table: Int[Array, "N W"]
+    decode_table: Int[Array, "S W"]
+    kv_lens: Int[Array, S]
+    tiles: Int[Array, "tiles 4"] | None
+
+
+@functools.partial(jax.jit, static_argnames=("model", "shape"), donate_argnames=("pools", "slots"))
+def forward(
+    params: Tree,
+    pools: Pools,
+    slots: Slots,
+    packed: Int[Array, size],
+    *,
+    model: StepModel,
+    shape: StepShape,
+) -> tuple[Pools, Slots, SampleRows, Float[Array, "R V"]]:
+    """Compute one step: keys and values into the pool, float32 logits of the rows that sample.
+
+    Decode rows read their token and position from `slots`; rows that are done compute nothing
+    that is kept. Returns the rows for `sample`: decode rows, then one a piece.
+    """
+    inputs = {name: packed[place].reshape(dims) for name, (place, dims) in layout(shape).items()}
+    slots = _map_pages(slots, inputs["deltas"])
+    rows = inputs["rows"]
+    live = ~slots.done[rows]
+    tokens, positions, owners = slots.token[rows], slots.position[rows], rows
+    written = live
+    if shape.chunk:
+        tokens = jnp.concatenate([tokens, inputs["tokens"]])
+        positions = jnp.concatenate([positions, inputs["positions"]])
+        owners = jnp.concatenate([owners, inputs["slots"]])
+        written = jnp.concatenate([live, jnp.ones(shape.chunk, bool)])
+    kv_lens = jnp.where(live, slots.position[rows] + 1, 0)
+    places = [
+        Placement(
+            pages=jnp.where(written, table[owners, positions // group.page_size], 0),
+            offsets=positions % group.page_size,
+            table=table,
+            decode_table=table[rows],
+            kv_lens=kv_lens,
+            tiles=inputs.get("tiles"),
+        )
+        for table, group in zip(slots.page_tables, model.groups)
+    ]
+    family = family_of(model.config.family)
+    x = family.embed(params, model.config, tokens)
+    context = family.layer_context(model.config, positions)
+    pools = list(pools)
+    for i, layer_params in enumerate(params["layers"]):
+        place = places[model.group_of(i)]
+        x, pools[i] = _layer(layer_params, x, context, pools[i], place, model=model)
+    slots, sampled, last = _finish_rows(slots, rows, live, inputs, shape)
+    return pools, slots, sampled, family.unembed(params, model.config, x[last])
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def _layer(
+    params: Tree,
+    x: Float[Array, "T D"],
+    context: LayerContext,
+    pool: tuple[Array, Array],
+    place: Placement,
+    *,
+    model: StepModel,
+) -> tuple[Float[Array, "T D"], tuple[Array, Array]]:
+    """One layer. An inner jit, so that it is traced once and not once a layer."""
+    config = model.config
+    stored = pool
+
+    def attend(
+        q: Float[Array, "T KV G hd"], k: Float[Array, "T KV hd"], v: Float[Array, "T KV hd"]
+    ) -> Float[Array, "T KV G hd"]:
+        nonlocal stored
+        stored = tuple(  # type: ignore[assignment]
+            write_kv(pages, place.pages, place.offsets, new) for pages, new in zip(pool, (k, v))
+        )
+        rows = place.kv_lens.shape[0]
+        how = {"scale": config.head_dim**-0.5, "implementation": model.attention}
+        out = paged_attention(q[:rows], *stored, place.decode_table, place.kv_lens, **how)
+        if place.tiles is None:
+            return out
+        chunk = paged_prefill(q[rows:], *stored, place.table, place.tiles, **how)
+        return jnp.concatenate([out, chunk])
+
+    return family_of(config.family).layer(params, config, x, context, attend), stored
+
+
+def _map_pages(slots: Slots, deltas: Int[Array, "G D 3"]) -> Slots:
+    """Enter the step's new pages into the page tables."""
+    tables = tuple(
+        table.at[delta[:, 0], delta[:, 1]].set(delta[:, 2], mode="promise_in_bounds")
+        for table, delta in zip(slots.page_tables, deltas)
+    )
+    return slots._replace(page_tables=tables)
+
+
+def _finish_rows(
+    slots: Slots, rows: Int[Array, S], live: Array, inputs: dict[str, Array], shape: StepShape
+) -> tuple[Slots, SampleRows, Int[Array, R]]:
+    """Advance positions; the rows to sample, and where in the step's tokens each one's last is."""
+    position = slots.position.at[rows].add(live.astype(jnp.int32), mode="promise_in_bounds")
+    last = jnp.arange(shape.rows)
+    if shape.chunk:
+        owner, row, end, ends = inputs["pieces"].T
+        position = position.at[owner].set(end, mode="promise_in_bounds")
+        null_slot = slots.token.shape[0] - 1
+        rows = jnp.concatenate([rows, jnp.where(ends > 0, owner, null_slot)])
+        live = jnp.concatenate([live, ends > 0])
+        last = jnp.concatenate([last, shape.rows + row])
+    return slots._replace(position=position), SampleRows(rows, live), last

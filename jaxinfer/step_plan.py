@@ -1,0 +1,149 @@
+"""What the scheduler decided for one step, and how it is packed for the device.
+
+`StepShape` names a program: decode rows, prefill chunk and their derived sizes. `pack` writes a
+`StepPlan` into one int32 vector by that shape's layout; the step unpacks it by the same layout.
+Host only: plain Python over NumPy.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxinfer.sequence import Sequence
+
+MAX_PIECES = 8  # sequences whose prompts one chunk may serve
+TILE_ROWS = 64  # query tokens of one prefill tile; asserted equal to the kernel's
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of one sequence's prompt in a chunk. `last`: the prompt ends here, so sample."""
+
+    sequence: Sequence
+    start: int
+    length: int
+    last: bool
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step's work. `deltas` are new page-table entries: (group, slot, index, page)."""
+
+    number: int
+    decodes: list[Sequence] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    deltas: list[tuple[int, int, int, int]] = field(default_factory=list)
+
+    @property
+    def chunk_tokens(self) -> int:
+        return sum(piece.length for piece in self.pieces)
+
+    def sampled(self) -> list[tuple[int, Sequence]]:
+        """(index, sequence) of every row that yields a token: decode rows, then last pieces.
+
+        The index counts decode rows first and pieces after them, without padding.
+        """
+        rows = list(enumerate(self.decodes))
+        first = len(self.decodes)
+        rows += [(first + i, p.sequence) for i, p in enumerate(self.pieces) if p.last]
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """A program of the step: `rows` decode rows and a prefill chunk of `chunk` tokens (0: none)."""
+
+    rows: int
+    chunk: int
+    page_size: int
+    num_groups: int = 1
+
+    @property
+    def pieces(self) -> int:
+        return MAX_PIECES if self.chunk else 0
+
+    @property
+    def tiles(self) -> int:
+        """Prefill tiles that a chunk in `pieces` pieces can need."""
+        return self.chunk // TILE_ROWS + self.pieces if self.chunk else 0
+
+    @property
+    def sample_rows(self) -> int:
+        return self.rows + self.pieces
+
+    @property
+    def deltas(self) -> int:
+        """Page-table entries a step can add by group: one a row, and the pages of the chunk."""
+        pages_of_chunk = math.ceil(self.chunk / self.page_size) + self.pieces
+        return self.rows + (pages_of_chunk if self.chunk else 0)
+
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every int32 input, in packing order."""
+        fields: dict[str, tuple[int, ...]] = {
+            "rows": (self.rows,),
+            "deltas": (self.num_groups, self.deltas, 3),
+        }
+        if self.chunk:
+            fields |= {
+                "tokens": (self.chunk,),
+                "positions": (self.chunk,),
+                "slots": (self.chunk,),
+                "tiles": (self.tiles, 4),
+                # slot, row of its last token in the chunk, tokens computed after it, last
+                "pieces": (self.pieces, 4),
+            }
+        return fields
+
+    @property
+    def packed_size(self) -> int:
+        return sum(math.prod(shape) for shape in self.fields().values())
+
+
+@functools.cache
+def layout(shape: StepShape) -> dict[str, tuple[slice, tuple[int, ...]]]:
+    """Where each field lies in the packed vector."""
+    places, offset = {}, 0
+    for name, dims in shape.fields().items():
+        size = math.prod(dims)
+        places[name] = (slice(offset, offset + size), dims)
+        offset += size
+    return places
+
+
+def pack(plan: StepPlan, shape: StepShape, null_slot: int) -> np.ndarray:
+    """The plan as int32[shape.packed_size]. Padding works on `null_slot`, whose pages are null."""
+    packed = np.zeros(shape.packed_size, np.int32)
+    view = {name: packed[place].reshape(dims) for name, (place, dims) in layout(shape).items()}
+    view["rows"][:] = null_slot
+    view["rows"][: len(plan.decodes)] = [sequence.slot for sequence in plan.decodes]
+    view["deltas"][:, :, 0] = null_slot
+    used = [0] * shape.num_groups
+    for group, slot, index, page in plan.deltas:
+        view["deltas"][group, used[group]] = slot, index, page
+        used[group] += 1
+    if shape.chunk:
+        _pack_chunk(plan.pieces, view, null_slot)
+    return packed
+
+
+def _pack_chunk(pieces: list[Piece], view: dict[str, np.ndarray], null_slot: int) -> None:
+    view["slots"][:] = null_slot
+    view["pieces"][:, 0] = null_slot
+    row = tile = 0
+    for i, piece in enumerate(pieces):
+        sequence, end = piece.sequence, piece.start + piece.length
+        chunk = slice(row, row + piece.length)
+        view["tokens"][chunk] = sequence.tokens[piece.start : end]
+        view["positions"][chunk] = np.arange(piece.start, end)
+        view["slots"][chunk] = sequence.slot
+        view["pieces"][i] = sequence.slot, row + piece.length - 1, end, piece.last
+        for first in range(0, piece.length, TILE_ROWS):
+            rows = min(TILE_ROWS, piece.length - first)
+            view["tiles"][tile] = row + first, rows, sequence.slot, piece.start + first
+            tile += 1
+        row += piece.length

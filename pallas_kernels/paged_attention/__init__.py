@@ -1,0 +1,76 @@
+"""Attention over a paged KV pool: one contract, several bodies, one dispatch.
+
+The pool of a layer is two arrays [pages, kv_heads, page_size, head_dim]. A sequence's tokens lie in
+the pages its row of the page table names, in order. Page 0 is the null page: padding reads and
+writes there, and what it holds is finite.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention import reference
+
+# "reference" loops up to the longest live sequence, which the host need not know: right for CPUs.
+# "reference_static" loops over the whole table: no loop condition is computed on the device.
+Implementation = Literal["reference", "reference_static"]
+
+
+def paged_attention(
+    q: Float[Array, "S KV G hd"],
+    k_pool: Float[Array, "P KV ps hd"],
+    v_pool: Float[Array, "P KV ps hd"],
+    page_table: Int[Array, "S W"],
+    kv_lens: Int[Array, S],
+    *,
+    scale: float,
+    implementation: Implementation,
+) -> Float[Array, "S KV G hd"]:
+    """Decode attention: one query token a row over its first `kv_lens` cached tokens.
+
+    Softmax in float32. Rows with `kv_lens` 0 return zeros.
+    """
+    return reference.paged_attention(
+        q, k_pool, v_pool, page_table, kv_lens, scale, implementation == "reference"
+    )
+
+
+def paged_prefill(
+    q: Float[Array, "C KV G hd"],
+    k_pool: Float[Array, "P KV ps hd"],
+    v_pool: Float[Array, "P KV ps hd"],
+    page_table: Int[Array, "N W"],
+    tiles: Int[Array, "T 4"],
+    *,
+    scale: float,
+    implementation: Implementation,
+) -> Float[Array, "C KV G hd"]:
+    """Prefill attention of a ragged chunk, causal, over each piece's cached tokens and itself.
+
+    A tile is (first row in q, rows, row of the page table, position of the first row): at most
+    `TILE_ROWS` consecutive tokens of one sequence. Tiles are ordered by first row and cover every
+    row that matters; tiles with 0 rows are padding. The pool holds the chunk's own k and v already.
+    """
+    return reference.paged_prefill(
+        q, k_pool, v_pool, page_table, tiles, scale, implementation == "reference"
+    )
+
+
+def write_kv(
+    pool: Float[Array, "P KV ps hd"],
+    pages: Int[Array, T],
+    offsets: Int[Array, T],
+    values: Float[Array, "T KV hd"],
+) -> Float[Array, "P KV ps hd"]:
+    """Store one token a row at (page, offset), in place when the pool is donated.
+
+    Several padding rows may hit the null page, so the indices are not promised to be unique.
+    """
+    return pool.at[pages, :, offsets].set(values.astype(pool.dtype), mode="promise_in_bounds")
+
+
+TILE_ROWS = reference.TILE_ROWS
+
+__all__ = ["TILE_ROWS", "Implementation", "paged_attention", "paged_prefill", "write_kv"]

@@ -1,0 +1,151 @@
+"""Paged attention in plain jax: online softmax over blocks of pages (Milakov & Gimelshein 2018,
+arXiv:1805.02867). The table is never gathered whole: its width and the pool's size cost nothing.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+BLOCK_TOKENS = 128  # keys a loop turn attends to
+TILE_ROWS = 64  # query tokens of one prefill tile
+MASKED = -1e30  # finite: exp(MASKED - MASKED) must not be NaN
+
+
+def paged_attention(
+    q: Float[Array, "S KV G hd"],
+    k_pool: Float[Array, "P KV ps hd"],
+    v_pool: Float[Array, "P KV ps hd"],
+    page_table: Int[Array, "S W"],
+    kv_lens: Int[Array, S],
+    scale: float,
+    dynamic: bool,
+) -> Float[Array, "S KV G hd"]:
+    """See the package. `dynamic` stops at the longest live row instead of the table's end."""
+    table, span = _whole_blocks(page_table, k_pool.shape[2])
+    trips = _trips(jnp.max(kv_lens), table, span, k_pool.shape[2], dynamic)
+    q = (q * scale).astype(k_pool.dtype)
+
+    def turn(i: Int[Array, ""], state: tuple) -> tuple:
+        pages = lax.dynamic_slice_in_dim(table, i * span, span, axis=1)
+        valid = _positions(i, span, k_pool.shape[2])[None, :] < kv_lens[:, None]
+        return _accumulate(
+            state, q, _gather(k_pool, pages), _gather(v_pool, pages), valid[:, None, None, :]
+        )
+
+    return _finish(lax.fori_loop(0, trips, turn, _start(q.shape)), q.dtype)
+
+
+def paged_prefill(
+    q: Float[Array, "C KV G hd"],
+    k_pool: Float[Array, "P KV ps hd"],
+    v_pool: Float[Array, "P KV ps hd"],
+    page_table: Int[Array, "N W"],
+    tiles: Int[Array, "T 4"],
+    scale: float,
+    dynamic: bool,
+) -> Float[Array, "C KV G hd"]:
+    """See the package. Each tile attends block by block up to its own last position."""
+    rows, kv_heads, group, head_dim = q.shape
+    page_size = k_pool.shape[2]
+    table, span = _whole_blocks(page_table, page_size)
+    # Tiles may overrun their rows into the next tile's, which then overwrites them.
+    padded = jnp.pad((q * scale).astype(k_pool.dtype), ((0, TILE_ROWS), (0, 0), (0, 0), (0, 0)))
+
+    def tile(i: Int[Array, ""], out: Float[Array, "C2 KV G hd"]) -> Float[Array, "C2 KV G hd"]:
+        first, count, slot, position = tiles[i]
+        queries = lax.dynamic_slice_in_dim(padded, first, TILE_ROWS, axis=0)
+        by_head = queries.transpose(1, 0, 2, 3).reshape(1, kv_heads, TILE_ROWS * group, head_dim)
+        last = jnp.repeat(position + jnp.arange(TILE_ROWS), group)
+        pages_of_slot = lax.dynamic_slice_in_dim(table, slot, 1, axis=0)
+
+        def turn(j: Int[Array, ""], state: tuple) -> tuple:
+            pages = lax.dynamic_slice_in_dim(pages_of_slot, j * span, span, axis=1)
+            keys = _positions(j, span, page_size)
+            # Rows past the tile's count would see pages that are not theirs: mask by length.
+            valid = (keys[None, :] <= last[:, None]) & (keys < position + count)[None, :]
+            return _accumulate(
+                state, by_head, _gather(k_pool, pages), _gather(v_pool, pages), valid[None, None]
+            )
+
+        trips = _trips(position + count, table, span, page_size, dynamic)
+        trips = jnp.where(count > 0, trips, 0) if dynamic else trips
+        state = lax.fori_loop(0, trips, turn, _start(by_head.shape))
+        attended = _finish(state, q.dtype).reshape(kv_heads, TILE_ROWS, group, head_dim)
+        return lax.dynamic_update_slice_in_dim(out, attended.transpose(1, 0, 2, 3), first, axis=0)
+
+    trips = jnp.sum(tiles[:, 1] > 0) if dynamic else tiles.shape[0]
+    return lax.fori_loop(0, trips, tile, jnp.zeros(padded.shape, q.dtype))[:rows]
+
+
+def _whole_blocks(table: Int[Array, "N W"], page_size: int) -> tuple[Int[Array, "N W2"], int]:
+    """The table padded with null pages to whole blocks, and the pages in a block."""
+    span = max(1, BLOCK_TOKENS // page_size)
+    return jnp.pad(table, ((0, 0), (0, -table.shape[1] % span))), span
+
+
+def _trips(
+    longest: Int[Array, ""], table: Int[Array, "N W"], span: int, page_size: int, dynamic: bool
+) -> Int[Array, ""] | int:
+    return -(-longest // (span * page_size)) if dynamic else table.shape[1] // span
+
+
+def _positions(block: Int[Array, ""], span: int, page_size: int) -> Int[Array, T]:
+    return block * (span * page_size) + jnp.arange(span * page_size)
+
+
+def _gather(
+    pool: Float[Array, "P KV ps hd"], pages: Int[Array, "S span"]
+) -> Float[Array, "S KV T hd"]:
+    """Pages side by side. Gathering flat (page, head) rows keeps the copies long and contiguous."""
+    num_pages, kv_heads, page_size, head_dim = pool.shape
+    rows = lax.gather(
+        pool.reshape(num_pages, kv_heads, page_size * head_dim),
+        pages[..., None],
+        lax.GatherDimensionNumbers(
+            offset_dims=(1, 3), collapsed_slice_dims=(0,), start_index_map=(0,)
+        ),
+        (1, kv_heads, page_size * head_dim),
+        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    )
+    return rows.reshape(pages.shape[0], kv_heads, -1, head_dim)
+
+
+def _start(shape: tuple[int, ...]) -> tuple:
+    """(maximum, sum, weighted values) before any key was seen."""
+    return (
+        jnp.full(shape[:3], MASKED, jnp.float32),
+        jnp.zeros(shape[:3], jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+    )
+
+
+def _accumulate(
+    state: tuple,
+    q: Float[Array, "S KV M hd"],
+    k: Float[Array, "S KV T hd"],
+    v: Float[Array, "S KV T hd"],
+    valid: Bool[Array, "#S 1 #M T"],
+) -> tuple:
+    """One block of the online softmax."""
+    top, total, values = state
+    scores = lax.dot_general(
+        q, k, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+    )
+    scores = jnp.where(valid, scores, MASKED)
+    new_top = jnp.maximum(top, scores.max(-1))
+    decay = jnp.exp(top - new_top)
+    weights = jnp.where(valid, jnp.exp(scores - new_top[..., None]), 0.0)
+    attended = lax.dot_general(
+        weights.astype(v.dtype),
+        v,
+        (((3,), (2,)), ((0, 1), (0, 1))),
+        preferred_element_type=jnp.float32,
+    )
+    return new_top, total * decay + weights.sum(-1), values * decay[..., None] + attended
+
+
+def _finish(state: tuple, dtype: jnp.dtype) -> Float[Array, "S KV M hd"]:
+    _, total, values = state
+    return (values / jnp.where(total > 0, total, 1.0)[..., None]).astype(dtype)
