@@ -121,7 +121,7 @@ class Violations(list[Violation]):
     ) -> bool:
         """Require a finite number in [low, high], or (low, high] if `open_low`."""
         interval = f"{'above' if open_low else 'at least'} {low:g} and at most {high:g}"
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        if not _is_number(value):
             self.add(field, f"is {value!r}; it must be a number {interval}")
         elif not (low < value if open_low else low <= value) or not value <= high:  # NaN fails too
             self.add(field, f"is {value}; it must be {interval}")
@@ -139,6 +139,10 @@ class Violations(list[Violation]):
         else:
             return True
         return False
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _is_int(value: Any) -> bool:

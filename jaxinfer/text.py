@@ -1,0 +1,200 @@
+"""The text side of a request, shared by the offline API and the server.
+
+`TextProcessor` turns a prompt into token ids and a validated `Request`; `OutputBuilder` turns the
+engine's events into what a reader gets: text that is certain, tokens, logprobs and the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from jaxinfer.detokenizer import Detokenizer, DetokenizerFactory, StopMatcher
+from jaxinfer.request import (
+    FinishReason,
+    Request,
+    RequestError,
+    SamplingParams,
+    SequenceEvent,
+    TokenLogprobs,
+    Violation,
+)
+from jaxinfer.validation import EngineLimits, Violations, build_request, check_token_ids
+
+if TYPE_CHECKING:
+    from jaxinfer.tokenizer import Tokenizer
+
+Chat = Sequence[Mapping[str, str]]
+Prompt = str | Sequence[int] | Chat
+"""A text, token ids, or chat messages with `role` and `content`."""
+
+_STOPPED_BY_ID = (FinishReason.EOS, FinishReason.STOP_ID)
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why an output ended, and by which stop string or token id; `error` says what failed."""
+
+    reason: FinishReason
+    stop: str | int | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds from arrival until a slot was found, until the first token, and until the end.
+
+    None where it did not come to that.
+    """
+
+    queued: float | None
+    first_token: float | None
+    total: float
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new in an output. `finish` and `timing` come with the last one.
+
+    The tokens may be ahead of the text, which is held back while it may become a stop string or
+    ends within a character. `logprobs` has one entry a token if the request asked for them.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: Finish | None = None
+    timing: Timing | None = None
+
+    def extend(self, later: Delta) -> None:
+        """Take in the delta that follows this one."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.finish = later.finish
+        self.timing = later.timing
+
+
+class TextProcessor:
+    """Tokenizer and limits of one model: prompts in, output builders out."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], limits: EngineLimits):
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self._eos_ids = tuple(eos_ids)
+        self._detokenizers = DetokenizerFactory(tokenizer.raw)
+
+    def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, as the model is to see them; ids come back as they are.
+
+        Raises RequestError for a text that is not Unicode or a chat that the template refuses.
+        """
+        try:
+            if isinstance(prompt, str):
+                prompt.encode()  # a lone surrogate is no text
+                return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            if len(prompt) and isinstance(prompt[0], Mapping):
+                return self.tokenizer.apply_chat_template([_message(m) for m in prompt])
+        except ValueError as error:
+            raise RequestError([Violation("prompt", str(error))]) from error
+        return list(prompt)  # type: ignore[arg-type]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids. Raises RequestError for an id outside of the vocabulary."""
+        found = Violations()
+        check_token_ids(found, "token_ids", ids, self.limits.vocab_size)
+        found.raise_if_any()
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        now: float,
+        timeout: float | None = None,
+    ) -> Request:
+        """The validated request for prompt ids. Raises RequestError."""
+        return build_request(prompt, params, self.limits, self._eos_ids, request_id, now, timeout)
+
+    def output(self, request: Request) -> OutputBuilder:
+        """Collects the output of `request`."""
+        start = self._detokenizers.start(request.prompt, request.params.skip_special_tokens)
+        return OutputBuilder(request, start)
+
+
+def _message(message: object) -> dict[str, str]:
+    """A chat message as templates take it. Raises ValueError for anything else."""
+    if (
+        not isinstance(message, Mapping)
+        or set(message) != {"role", "content"}
+        or not all(isinstance(value, str) for value in message.values())
+    ):
+        raise ValueError(f"a chat message has a role and a content, both strings, not {message!r}")
+    if not message["role"]:
+        raise ValueError("a chat message needs a role, such as user")
+    return dict(message)
+
+
+class OutputBuilder:
+    """Engine events of one request → deltas. A stop string ends it before the engine does.
+
+    The text of the token that ended the output is left out unless `include_stop`. Once `finished`,
+    events are no longer for this request.
+    """
+
+    def __init__(self, request: Request, detokenizer: Detokenizer):
+        self.request = request
+        self.finished = False
+        self._detokenizer = detokenizer
+        self._stops = StopMatcher(request.params.stop, request.params.include_stop)
+        self._queued: float | None = None
+        self._first_token: float | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether the request is known to have had a slot."""
+        return self._queued is not None
+
+    def push(self, event: SequenceEvent) -> Delta:
+        """What an event adds. Tokens after the one that completed a stop string are dropped."""
+        self._note_times(event)
+        delta = Delta()
+        last = len(event.tokens) - 1 if event.finish in _STOPPED_BY_ID else None
+        for position, token in enumerate(event.tokens):
+            delta.token_ids.append(token)
+            if position != last or self.request.params.include_stop:
+                self._add_text(delta, self._detokenizer.push(token))
+            if delta.finish is not None:
+                break
+        delta.logprobs = list(event.logprobs[: len(delta.token_ids)])
+        if delta.finish is None and event.finish is not None:
+            self._end(delta, event)
+        if delta.finish is not None:
+            self.finished = True
+            delta.timing = Timing(
+                self._queued, self._first_token, event.time - self.request.arrival
+            )
+        return delta
+
+    def _note_times(self, event: SequenceEvent) -> None:
+        if event.first_scheduled is not None:
+            self._queued = event.first_scheduled - self.request.arrival
+        if event.tokens and self._first_token is None:
+            self._first_token = event.time - self.request.arrival
+
+    def _add_text(self, delta: Delta, piece: str) -> None:
+        certain, matched = self._stops.push(piece)
+        delta.text += certain
+        if matched is not None:
+            delta.finish = Finish(FinishReason.STOP_STRING, matched)
+
+    def _end(self, delta: Delta, event: SequenceEvent) -> None:
+        """The engine ended it: nothing is held back any more."""
+        assert event.finish is not None
+        self._add_text(delta, self._detokenizer.flush())
+        if delta.finish is None:
+            delta.text += self._stops.flush()
+            stop = event.tokens[-1] if event.finish in _STOPPED_BY_ID else None
+            delta.finish = Finish(event.finish, stop, event.error)

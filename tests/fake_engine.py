@@ -1,0 +1,179 @@
+"""An engine with hand-computable answers, for what stands in front of it.
+
+Its model answers a prompt by a script: a function from the request to the token ids it would say.
+Its tokenizer is one token a byte, so "text" and ids can be written by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import deque
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from jaxinfer.request import (
+    Abort,
+    Counters,
+    FinishReason,
+    Request,
+    SequenceEvent,
+    Submit,
+    TokenLogprobs,
+)
+from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.validation import EngineLimits
+
+EOS = 256
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Token b is byte b; token 256 is the special <eos>."""
+    alphabet = {}
+    for byte, char in enumerate(_byte_alphabet()):
+        alphabet[char] = byte
+    raw = tokenizers.Tokenizer(models.BPE(alphabet, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(["<eos>"])
+    return Tokenizer(raw.to_str(), {"chat_template": TEMPLATE}, [EOS])
+
+
+def _byte_alphabet() -> list[str]:
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(b if b in printable else next(others)) for b in range(256)]
+
+
+def says(text: str):
+    """The script of a model that always says this text and ends."""
+    return lambda request: [*text.encode(), EOS]
+
+
+def echo(request: Request) -> list[int]:
+    """The script of a model that repeats its prompt and ends."""
+    return [*request.prompt, EOS]
+
+
+def forever(request: Request) -> list[int]:
+    """The script of a model that counts up through printable bytes and never ends."""
+    return [33 + i % 90 for i in range(1 << 16)]
+
+
+LIMITS = EngineLimits(
+    vocab_size=257,
+    max_model_len=64,
+    max_num_seqs=2,
+    kv_tokens=64,
+    max_queued_requests=4,
+    max_queued_tokens=1000,
+)
+
+
+class ScriptedEngine:
+    """Stands in for `Engine`: a step gives every running sequence its script's next token.
+
+    `gate`: cleared, steps block, as a device that hangs does. `step_seconds` is how long one takes.
+    """
+
+    def __init__(self, script=echo, limits: EngineLimits = LIMITS, step_seconds: float = 0.0):
+        self.limits = limits
+        self.counters = Counters()
+        self.script = script
+        self.step_seconds = step_seconds
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fail_with: Exception | None = None
+        self.waiting: deque[Request] = deque()
+        self.running: dict[str, tuple[Request, list[int], int]] = {}
+        self.aborted: list[Abort] = []
+        self.ended: dict[str, FinishReason] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def execute(self, command, now: float) -> None:
+        if isinstance(command, Submit):
+            self.counters.received += 1
+            self.counters.prompt_tokens += len(command.request.prompt)
+            self.waiting.append(command.request)
+            return
+        self.aborted.append(command)
+        known = [r for r in self.waiting if r.id == command.request_id]
+        for request in known:
+            self.waiting.remove(request)
+        if known or self.running.pop(command.request_id, None):
+            self._count_end(command.request_id, command.reason)
+
+    def step(self, now: float) -> list[SequenceEvent]:
+        self.gate.wait()
+        if self.fail_with is not None:
+            raise self.fail_with
+        time.sleep(self.step_seconds)
+        fresh = set()
+        while self.waiting and len(self.running) < self.limits.max_num_seqs:
+            request = self.waiting.popleft()
+            self.running[request.id] = (request, self.script(request), 0)
+            fresh.add(request.id)
+        return [
+            self._advance(request_id, request_id in fresh, now) for request_id in [*self.running]
+        ]
+
+    def _advance(self, request_id: str, fresh: bool, now: float) -> SequenceEvent:
+        request, script, position = self.running[request_id]
+        token = script[position]
+        self.counters.generated_tokens += 1
+        position += 1
+        finish = None
+        if token in request.stop_ids:
+            own = token in request.params.stop_token_ids
+            finish = FinishReason.STOP_ID if own else FinishReason.EOS
+        elif position == request.max_new_tokens:
+            finish = FinishReason.LENGTH
+        self.running[request_id] = (request, script, position)
+        if finish is not None:
+            del self.running[request_id]
+            self._count_end(request_id, finish)
+        return SequenceEvent(
+            request_id,
+            (token,),
+            self._logprobs(request, token),
+            finish,
+            time=now,
+            first_scheduled=now if fresh else None,
+        )
+
+    def _logprobs(self, request: Request, token: int) -> tuple[TokenLogprobs, ...]:
+        top = request.params.logprobs
+        if top is None:
+            return ()
+        return (TokenLogprobs(-float(token), tuple((i, -float(i)) for i in range(top))),)
+
+    def _count_end(self, request_id: str, reason: FinishReason) -> None:
+        self.ended[request_id] = reason
+        if reason in (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR):
+            self.counters.aborted += 1
+        else:
+            self.counters.finished += 1
+
+
+def balanced(counters: Counters, engine: ScriptedEngine) -> bool:
+    """Whether every request received is accounted for."""
+    return counters.received == (
+        counters.finished
+        + counters.aborted
+        + counters.refused
+        + len(engine.running)
+        + len(engine.waiting)
+    )
+
+
+def limits(**changes: int) -> EngineLimits:
+    return dataclasses.replace(LIMITS, **changes)
