@@ -23,13 +23,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.request import MAX_LOGPROBS
+from jaxinfer.sampler_outcomes import AT_LIMIT, IDLE, NOT_FINITE, RUNNING, STOPPED
 from jaxinfer.slot_state import History, Options, Slots
 
 Variant = Literal["greedy", "draw", "filter", "full"]
 VARIANTS: tuple[Variant, ...] = ("greedy", "draw", "filter", "full")
-
-# What a row's outcome column says.
-IDLE, RUNNING, STOPPED, AT_LIMIT, NOT_FINITE = range(5)
 
 DRAW_BLOCK = 256  # entries of one block of the two-level draw
 

@@ -1,0 +1,171 @@
+"""The engine: one loop that turns commands into steps and steps into events.
+
+The story of a request:
+
+1. The front validates it (`validation.py`), chooses its seed and sends `Submit`; `execute` queues
+   it with the scheduler.
+2. Each `step` asks the scheduler for a plan: who decodes, whose prompt advances (`scheduler.py`).
+   Admission gives the sequence a slot and pages.
+3. The runner packs the plan into one int32 vector and dispatches two programs without waiting:
+   `forward` computes the tokens' keys, values and logits (`step.py`), `sample` chooses the next
+   token of every row and decides whether it ends (`sampler.py`). Tokens stay on the device and are
+   the input of the next step.
+4. While the device computes this step, the previous one's result is read: tokens are appended to
+   their sequences, ended ones give up their slots, and one list of events goes to the front.
+5. The front turns token ids into text, holds back stop strings and streams (`frontend.py`). If a
+   stop string is found, or the client leaves, it sends `Abort`.
+
+Because results are read one step late, a sequence that ended is still a row of the step after; the
+device marks such rows done, computes nothing for them, and the host ignores what they yield.
+Single-threaded: no clock (`now` is an input), no locks, no I/O.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from typing import Any
+
+from jaxinfer import sampler_outcomes as outcomes
+from jaxinfer.compile_watch import CompileWatch
+from jaxinfer.memory_plan import MemoryPlan
+from jaxinfer.request import (
+    Abort,
+    Command,
+    Counters,
+    FinishReason,
+    SequenceEvent,
+    Submit,
+    TokenLogprobs,
+)
+from jaxinfer.runner import StepResult, StepRunner
+from jaxinfer.scheduler import Scheduler
+from jaxinfer.sequence import Sequence
+from jaxinfer.step_plan import StepPlan
+from jaxinfer.validation import EngineLimits
+
+_FINISHED = (
+    FinishReason.EOS,
+    FinishReason.STOP_ID,
+    FinishReason.STOP_STRING,
+    FinishReason.LENGTH,
+)
+
+
+class Engine:
+    """Owns scheduler and runner. `overlap`: dispatch a step before the previous one is read."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        limits: EngineLimits,
+        overlap: bool = True,
+        memory: MemoryPlan | None = None,
+        compiles: CompileWatch | None = None,
+    ):
+        self.memory, self.compiles = memory, compiles  # None where nothing real runs
+        self.scheduler = scheduler
+        self.runner = runner
+        self.limits = limits
+        self.overlap = overlap
+        self.counters = Counters()
+        self._in_flight: deque[tuple[StepPlan, Any]] = deque()
+        self._pending: list[SequenceEvent] = []  # ends decided between steps
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+        return bool(self._in_flight or self._pending or self.scheduler.by_id)
+
+    def execute(self, command: Command, now: float) -> None:
+        """Take one command. Raises ValueError for a request id already in use."""
+        if isinstance(command, Submit):
+            self.scheduler.add(command.request)
+            self.counters.received += 1
+            self.counters.prompt_tokens += len(command.request.prompt)
+        else:
+            self._abort(command, now)
+
+    def step(self, now: float) -> list[SequenceEvent]:
+        """Dispatch the next step, read the previous one, return what it brought."""
+        for sequence in self.scheduler.expired(now):
+            self._end(sequence, FinishReason.DEADLINE, now)
+        plan = self.scheduler.plan(now)
+        if plan is not None:
+            self._in_flight.append((plan, self.runner.dispatch(plan)))
+        keep = 1 if self.overlap and plan is not None else 0
+        events = []
+        while len(self._in_flight) > keep:
+            plan_read, handle = self._in_flight.popleft()
+            events += self._read(plan_read, self.runner.collect(handle), now)
+            self.scheduler.retire(plan_read.number)
+        events += self._pending
+        self._pending = []
+        return events
+
+    def _read(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceEvent]:
+        """Append the tokens of a step to their sequences."""
+        events = []
+        for row, sequence in plan.sampled():
+            outcome = result.outcomes[row]
+            sequence.num_in_flight -= 1
+            if sequence.finished or outcome == outcomes.IDLE:
+                continue
+            if outcome == outcomes.NOT_FINITE:
+                self._end(sequence, FinishReason.ERROR, now, "the model's logits are not finite")
+                continue
+            token = result.tokens[row]
+            sequence.tokens.append(token)
+            self.counters.generated_tokens += 1
+            finish = self._finish_reason(sequence, token, outcome)
+            top = sequence.request.params.logprobs
+            logprobs = () if top is None else (result.row_logprobs(row, top),)
+            events.append(self._event(sequence, (token,), logprobs, finish, now))
+            if finish is not None:
+                self._retire(sequence, finish)
+        return events
+
+    def _finish_reason(self, sequence: Sequence, token: int, outcome: int) -> FinishReason | None:
+        if outcome == outcomes.STOPPED:
+            own = token in sequence.request.params.stop_token_ids
+            return FinishReason.STOP_ID if own else FinishReason.EOS
+        return FinishReason.LENGTH if outcome == outcomes.AT_LIMIT else None
+
+    def _event(
+        self,
+        sequence: Sequence,
+        tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        finish: FinishReason | None,
+        now: float,
+    ) -> SequenceEvent:
+        first = None if sequence.reported else sequence.first_scheduled
+        sequence.reported = True
+        return SequenceEvent(
+            sequence.request.id, tokens, logprobs, finish, time=now, first_scheduled=first
+        )
+
+    def _abort(self, command: Abort, now: float) -> None:
+        sequence = self.scheduler.by_id.get(command.request_id)
+        if sequence is None:
+            return  # it ended by itself meanwhile
+        if command.kept_tokens is not None:
+            read = len(sequence.tokens) - sequence.prompt_len
+            self.counters.generated_tokens -= max(read - command.kept_tokens, 0)
+        self._end(sequence, command.reason, now)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, now: float, error: str = "") -> None:
+        """End a sequence from the host's side; the event goes out with the next step's."""
+        event = self._event(sequence, (), (), reason, now)
+        self._pending.append(dataclasses.replace(event, error=error))
+        self._retire(sequence, reason)
+
+    def _retire(self, sequence: Sequence, reason: FinishReason) -> None:
+        self.scheduler.finish(sequence)
+        if reason in _FINISHED:
+            self.counters.finished += 1
+        else:
+            self.counters.aborted += 1
+        by_reason = self.counters.by_reason
+        by_reason[reason.value] = by_reason.get(reason.value, 0) + 1

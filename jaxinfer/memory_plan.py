@@ -1,0 +1,106 @@
+"""What the engine promises about memory before it serves: weights, pool, workspace, all named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import psutil
+
+from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.kv_pool import KVGroup, kv_groups, pages_for, pages_that_fit
+
+CPU_POOL_BYTES = 2 << 30  # a host's memory is shared with others: take a fixed, modest pool
+WORKSPACE_SLACK = 64 << 20
+
+
+class MemoryPlanError(ValueError):
+    """The model does not fit, or leaves no room for one full-length sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes on one device. `workspace` bounds the largest program's temporaries and logits."""
+
+    device_bytes: int
+    usable_bytes: int
+    weights_bytes: int
+    slot_bytes: int
+    workspace_bytes: int
+    pool_bytes: int
+
+    def lines(self, group: KVGroup, max_model_len: int) -> list[str]:
+        """The start-up report: what takes the memory and what the pool holds."""
+        at_full = group.capacity / max_model_len
+        return [
+            f"memory: {_gib(self.device_bytes)} on the device, {_gib(self.usable_bytes)} usable",
+            f"weights {_gib(self.weights_bytes)}, KV pool {_gib(self.pool_bytes)}, "
+            f"slot state {_gib(self.slot_bytes)}, workspace {_gib(self.workspace_bytes)}",
+            f"KV pool: {group.num_pages - 1} pages of {group.page_size} tokens = "
+            f"{group.capacity} tokens, {at_full:.1f} sequences at the full {max_model_len} tokens",
+        ]
+
+
+def device_memory(device: jax.Device) -> int:
+    """Bytes the device has: its own limit, or the host's memory for a CPU."""
+    stats = None if device.platform == "cpu" else device.memory_stats()
+    return stats["bytes_limit"] if stats else psutil.virtual_memory().total
+
+
+def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
+    """Bound on temporaries and logits: twice the logits, twice the widest activation, slack."""
+    rows = config.max_num_seqs + config.max_num_batched_tokens
+    widest = max(
+        2 * model.intermediate_size,
+        (model.num_heads + 2 * model.num_kv_heads) * model.head_dim,
+        model.hidden_size,
+    )
+    logits = 4 * model.vocab_size * (config.max_num_seqs + 8)
+    return 3 * logits + 2 * rows * widest * max(itemsize, 4) + WORKSPACE_SLACK
+
+
+def plan_memory(
+    model: ModelConfig,
+    config: EngineConfig,
+    max_model_len: int,
+    weights_bytes: int,
+    slot_bytes: int,
+    device: jax.Device,
+) -> tuple[MemoryPlan, tuple[KVGroup, ...]]:
+    """Divide the device's memory. Raises MemoryPlanError naming what does not fit and what to do.
+
+    With tensor parallelism the figures are of one device, over which heads are divided.
+    """
+    kv_dtype = config.kv_dtype or config.dtype
+    total = device_memory(device)
+    usable = int(total * config.memory_utilization)
+    workspace = workspace_bytes(model, config, jax.numpy.dtype(config.dtype).itemsize)
+    room = usable - weights_bytes - slot_bytes - workspace
+    wanted = config.kv_pool_bytes
+    if wanted is None:
+        wanted = min(room, CPU_POOL_BYTES) if device.platform == "cpu" else room
+    if wanted > room:
+        raise MemoryPlanError(
+            f"a KV pool of {_gib(wanted)} does not fit: {_gib(usable)} usable, weights "
+            f"{_gib(weights_bytes)}, slot state {_gib(slot_bytes)}, workspace {_gib(workspace)} "
+            f"leave {_gib(room)}; lower the pool, max_num_seqs or max_num_batched_tokens"
+        )
+    per_device = wanted * config.tensor_parallel_size
+    pages = pages_that_fit(model, config.page_size, kv_dtype, per_device)
+    needed = pages_for(max_model_len, config.page_size) + 1
+    if pages < needed:
+        group = kv_groups(model, needed, config.page_size, kv_dtype)[0]
+        raise MemoryPlanError(
+            f"one sequence of max_model_len {max_model_len} needs "
+            f"{_gib(needed * group.page_bytes)} of KV pool, {_gib(max(wanted, 0))} is there; "
+            "lower max_model_len or give the pool more memory"
+        )
+    # More pages than all slots could ever fill would only cost memory.
+    pages = min(pages, (needed - 1) * config.max_num_seqs + 1)
+    groups = kv_groups(model, pages, config.page_size, kv_dtype)
+    pool = sum(g.num_pages * g.page_bytes for g in groups) // config.tensor_parallel_size
+    return MemoryPlan(total, usable, weights_bytes, slot_bytes, workspace, pool), groups
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

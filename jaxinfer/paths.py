@@ -1,0 +1,14 @@
+"""Where the project keeps files on a user's machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import platformdirs
+
+
+def cache_dir() -> Path:
+    """The cache folder: $JAXINFER_CACHE, or the platform's user cache folder."""
+    override = os.environ.get("JAXINFER_CACHE")
+    return Path(override) if override else Path(platformdirs.user_cache_dir("jaxinfer"))

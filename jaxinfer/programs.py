@@ -1,0 +1,138 @@
+"""The closed set of programs a request can reach, all compiled before the engine is ready."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.sampler import VARIANTS, SampleRows, Variant, sample
+from jaxinfer.slot_state import HISTORY_CHUNK, OPTIONS_SIZE, History, Options, Slots
+from jaxinfer.step import StepModel, admit, forward, load_history
+from jaxinfer.step_plan import MAX_PIECES, StepShape
+
+FEWEST_ROWS = 8  # the rung between one stream and doublings
+SMALLEST_CHUNK = 64
+
+Progress = Callable[[str, int, int], None]  # what, done, of
+
+
+def row_rungs(max_num_seqs: int) -> tuple[int, ...]:
+    """Decode rows a step may have: 1, then 8 doubling up to all slots."""
+    rungs, rows = {1, max_num_seqs}, FEWEST_ROWS
+    while rows < max_num_seqs:
+        rungs.add(rows)
+        rows *= 2
+    return tuple(sorted(rungs))
+
+
+def chunk_rungs(max_chunk: int) -> tuple[int, ...]:
+    """Prefill chunk sizes: 64 doubling up to the largest."""
+    rungs, tokens = {max_chunk}, SMALLEST_CHUNK
+    while tokens < max_chunk:
+        rungs.add(tokens)
+        tokens *= 2
+    return tuple(sorted(rungs))
+
+
+def step_shapes(
+    max_num_seqs: int, max_chunk: int, page_size: int, num_groups: int
+) -> tuple[StepShape, ...]:
+    """Every program shape: decode alone on each rung of rows, chunks beside few or all rows."""
+    rows = row_rungs(max_num_seqs)
+    beside_chunk = sorted({min(FEWEST_ROWS, max_num_seqs), max_num_seqs})
+    decode = [StepShape(r, 0, page_size, num_groups) for r in rows]
+    mixed = [
+        StepShape(r, c, page_size, num_groups) for c in chunk_rungs(max_chunk) for r in beside_chunk
+    ]
+    return tuple(decode + mixed)
+
+
+def smallest_shape(shapes: tuple[StepShape, ...], rows: int, chunk: int) -> StepShape:
+    """The cheapest program that holds `rows` decode rows and `chunk` prompt tokens."""
+    fitting = [
+        s for s in shapes if s.rows >= rows and s.chunk >= chunk and bool(s.chunk) == bool(chunk)
+    ]
+    return min(fitting, key=lambda s: (s.chunk, s.rows))
+
+
+@dataclass(slots=True)
+class Programs:
+    """Compiled executables by what they are for, and the memory the largest of them needs."""
+
+    forward: dict[StepShape, Any] = field(default_factory=dict)
+    sample: dict[tuple[int, Variant], Any] = field(default_factory=dict)
+    admit: Any = None
+    load_history: Any = None
+    temp_bytes: int = 0
+    logits_bytes: int = 0
+
+
+def compile_programs(
+    model: StepModel,
+    shapes: tuple[StepShape, ...],
+    state: tuple[Any, Any, Slots, Options, History],
+    progress: Progress | None = None,
+) -> Programs:
+    """Compile everything for `state` = (params, pools, slots, options, history), arrays or structs.
+
+    Tracing holds the interpreter lock and runs here; XLA compiles in threads meanwhile.
+    """
+    params, pools, slots, options, history = state
+    vocab, table = model.config.vocab_size, Programs()
+    total = len(shapes) + len({s.sample_rows for s in shapes}) * len(VARIANTS) + 2
+    done = 0
+
+    def built(name: str, lowered: Any) -> Any:
+        nonlocal done
+        executable = lowered.compile()
+        done += 1
+        if progress:
+            progress(f"compile {name}", done, total)
+        return executable
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        jobs: list[tuple[dict | None, Any, Any]] = []
+
+        def submit(into: dict | None, key: Any, name: str, lowered: Any) -> None:
+            jobs.append((into, key, pool.submit(built, name, lowered)))
+
+        for shape in shapes:
+            packed = _ints(shape.packed_size)
+            lowered = forward.lower(params, pools, slots, packed, model=model, shape=shape)
+            submit(table.forward, shape, f"forward {shape.rows}+{shape.chunk}", lowered)
+        for rows in sorted({s.sample_rows for s in shapes}):
+            logits = jax.ShapeDtypeStruct((rows, vocab), jnp.float32)
+            where = SampleRows(_ints(rows), jax.ShapeDtypeStruct((rows,), jnp.bool_))
+            for variant in VARIANTS:
+                seen = history if variant == "full" else None
+                lowered = sample.lower(logits, where, slots, options, seen, variant=variant)
+                submit(table.sample, (rows, variant), f"sample {variant} {rows}", lowered)
+        admission = admit.lower(slots, options, _ints(MAX_PIECES, OPTIONS_SIZE))
+        submit(None, "admit", "admit", admission)
+        upload = load_history.lower(history, _ints(2 + HISTORY_CHUNK))
+        submit(None, "load_history", "load_history", upload)
+        for into, key, job in jobs:
+            if into is None:
+                setattr(table, key, job.result())
+            else:
+                into[key] = job.result()
+    _account(table, vocab)
+    return table
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _account(table: Programs, vocab: int) -> None:
+    """Peak temporary memory over all programs, from XLA's own analysis, and the largest logits."""
+    everything = [*table.forward.values(), *table.sample.values(), table.admit, table.load_history]
+    analyses = [program.memory_analysis() for program in everything]
+    table.temp_bytes = max(a.temp_size_in_bytes for a in analyses if a is not None)
+    table.logits_bytes = max(rows for rows, _ in table.sample) * vocab * 4

@@ -1,0 +1,129 @@
+"""Owns the device: parameters, KV pool, slot state and compiled programs.
+
+`dispatch` sends a plan's programs to the device without waiting; `collect` waits for their result.
+The engine keeps one step in flight, so the device never waits for Python.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxinfer.programs import Programs, smallest_shape
+from jaxinfer.request import SamplingParams, TokenLogprobs
+from jaxinfer.sampler import VARIANTS, Variant
+from jaxinfer.slot_state import pack_history, pack_options
+from jaxinfer.step_plan import MAX_PIECES, StepPlan, StepShape, pack
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Token and outcome (`sampler_outcomes`) by row: decode rows, then pieces, unpadded."""
+
+    tokens: list[int]
+    outcomes: list[int]
+    logprobs: np.ndarray | None = None  # int32[rows, 1 + 2 * top], see sampler.sample
+
+    def row_logprobs(self, row: int, top: int) -> TokenLogprobs:
+        """The chosen token's logprob and the `top` most likely ones. Needs the full sampler."""
+        assert self.logprobs is not None
+        line = self.logprobs[row]
+        width = (len(line) - 1) // 2
+        values = line[1 + width : 1 + width + top].view(np.float32).tolist()
+        ids = line[1 : 1 + top].tolist()
+        return TokenLogprobs(float(line[:1].view(np.float32)[0]), tuple(zip(ids, values)))
+
+
+class StepRunner(Protocol):
+    """What the engine needs of a device owner; tests give it one that computes by hand."""
+
+    def dispatch(self, plan: StepPlan) -> Any: ...
+    def collect(self, handle: Any) -> StepResult: ...
+
+
+@dataclass(slots=True)
+class Dispatched:
+    """A step on its way: where its result will be."""
+
+    decodes: int
+    pieces: int
+    shape: StepShape
+    variant: Variant
+    out: Any  # int32[sample_rows, columns] on the device
+
+
+class Runner:
+    """Runs plans on one model replica. Not thread-safe: one engine owns it."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        num_slots: int,
+        state: tuple[Any, Any, Any, Any, Any],
+    ):
+        self.programs = programs
+        self.shapes = tuple(programs.forward)
+        self.null_slot = num_slots
+        self.params, self.pools, self.slots, self.options, self.history = state
+
+    def dispatch(self, plan: StepPlan) -> Dispatched:
+        """Send one step to the device."""
+        self._admit(plan)
+        shape = smallest_shape(self.shapes, len(plan.decodes), plan.chunk_tokens)
+        packed = pack(plan, shape, self.null_slot)
+        self.pools, self.slots, rows, logits = self.programs.forward[shape](
+            self.params, self.pools, self.slots, packed
+        )
+        variant = _variant(plan)
+        history = self.history if variant == "full" else None
+        self.slots, history, out = self.programs.sample[shape.sample_rows, variant](
+            logits, rows, self.slots, self.options, history
+        )
+        if history is not None:
+            self.history = history
+        out.copy_to_host_async()
+        return Dispatched(len(plan.decodes), len(plan.pieces), shape, variant, out)
+
+    def collect(self, handle: Dispatched) -> StepResult:
+        """Wait for a step and read its result."""
+        out = np.asarray(handle.out)
+        if handle.pieces:
+            first = handle.shape.rows
+            out = np.concatenate([out[: handle.decodes], out[first : first + handle.pieces]])
+        else:
+            out = out[: handle.decodes]
+        logprobs = out[:, 2:] if handle.variant == "full" else None
+        return StepResult(out[:, 0].tolist(), out[:, 1].tolist(), logprobs)
+
+    def _admit(self, plan: StepPlan) -> None:
+        """Upload the options of newly admitted sequences, and the history penalties need."""
+        if not plan.admitted:
+            return
+        packed = pack_options(plan.admitted, MAX_PIECES, self.null_slot)
+        self.slots, self.options = self.programs.admit(self.slots, self.options, packed)
+        for sequence in plan.admitted:
+            if sequence.request.params.penalised:
+                for upload in pack_history(sequence):
+                    self.history = self.programs.load_history(self.history, upload)
+
+
+def _variant(plan: StepPlan) -> Variant:
+    """The least member of the sampler's set that covers every row of the plan."""
+    level = 0
+    for sequence in plan.decodes:
+        level = max(level, sampling_level(sequence.request.params))
+    for piece in plan.pieces:
+        if piece.last:
+            level = max(level, sampling_level(piece.sequence.request.params))
+    return VARIANTS[level]
+
+
+def sampling_level(params: SamplingParams) -> int:
+    """Index of the sampler member a request needs, see `sampler.VARIANTS`."""
+    if params.penalised or params.logit_bias or params.logprobs is not None:
+        return 3
+    if not params.draws:
+        return 0
+    return 2 if params.top_k > 0 or params.top_p < 1 or params.min_p > 0 else 1

@@ -1,0 +1,141 @@
+"""From a loaded model to a ready engine: plan memory, make the state, compile everything."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxinfer.compile_watch import CompileWatch
+from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.engine import Engine
+from jaxinfer.kv_pool import KVGroup, empty_pools, pages_for
+from jaxinfer.memory_plan import plan_memory
+from jaxinfer.paths import cache_dir
+from jaxinfer.programs import Programs, Progress, compile_programs, step_shapes
+from jaxinfer.runner import Runner
+from jaxinfer.scheduler import Scheduler, SchedulerLimits
+from jaxinfer.slot_state import empty_history, empty_options, empty_slots
+from jaxinfer.step import StepModel
+from jaxinfer.validation import EngineLimits
+
+if TYPE_CHECKING:
+    from jaxinfer.checkpoints import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs in the user's cache folder: the next start only loads them."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def build_engine(
+    model: LoadedModel,
+    config: EngineConfig,
+    progress: Progress | None = None,
+    guard_compiles: bool = False,
+) -> Engine:
+    """An engine with every program compiled; the report of memory and capacity goes to the log.
+
+    Raises MemoryPlanError when it does not fit, ValueError for limits that contradict the model.
+    """
+    use_compilation_cache()
+    max_model_len = _max_model_len(model.config, config)
+    slots = empty_slots(config.max_num_seqs, (pages_for(max_model_len, config.page_size),))
+    options = empty_options(config.max_num_seqs)
+    history = empty_history(config.max_num_seqs, model.config.vocab_size)
+    device = jax.devices()[0]
+    memory, groups = plan_memory(
+        model.config,
+        config,
+        max_model_len,
+        _bytes(model.params) // config.tensor_parallel_size,
+        _bytes((slots, options, history)),
+        device,
+    )
+    for line in memory.lines(groups[0], max_model_len):
+        logger.info(line)
+    state = (model.params, empty_pools(groups), slots, options, history)
+    programs, seconds = _compile(model.config, config, groups, state, device, progress)
+    logger.info(
+        f"{len(programs.forward) + len(programs.sample) + 2} programs ready in {seconds:.1f} s, "
+        f"largest temporary {programs.temp_bytes / 2**20:.0f} MiB"
+    )
+    if programs.temp_bytes + programs.logits_bytes > memory.workspace_bytes:
+        raise RuntimeError(
+            f"the largest program needs {programs.temp_bytes} bytes of temporaries and "
+            f"{programs.logits_bytes} of logits, more than the {memory.workspace_bytes} planned; "
+            "lower max_num_batched_tokens or max_num_seqs"
+        )
+    compiles = CompileWatch(guard_compiles)
+    engine = Engine(
+        _scheduler(config, groups),
+        Runner(programs, config.max_num_seqs, state),
+        _limits(model.config, config, groups, max_model_len),
+        overlap=config.overlap,
+        memory=memory,
+        compiles=compiles,
+    )
+    compiles.ready()
+    return engine
+
+
+def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:
+    if config.max_model_len is None:
+        return model.max_position
+    if not 2 <= config.max_model_len <= model.max_position:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}; the model allows 2 to {model.max_position}"
+        )
+    return config.max_model_len
+
+
+def _compile(
+    model: ModelConfig,
+    config: EngineConfig,
+    groups: tuple[KVGroup, ...],
+    state: tuple[Any, ...],
+    device: jax.Device,
+    progress: Progress | None,
+) -> tuple[Programs, float]:
+    start = time.monotonic()
+    attention = "reference" if device.platform == "cpu" else "reference_static"
+    shapes = step_shapes(
+        config.max_num_seqs, config.max_num_batched_tokens, config.page_size, len(groups)
+    )
+    programs = compile_programs(StepModel(model, groups, attention), shapes, state, progress)
+    return programs, time.monotonic() - start
+
+
+def _scheduler(config: EngineConfig, groups: tuple[KVGroup, ...]) -> Scheduler:
+    return Scheduler(
+        SchedulerLimits(
+            num_slots=config.max_num_seqs,
+            chunk_tokens=config.max_num_batched_tokens,
+            page_size=config.page_size,
+            num_pages=tuple(group.num_pages for group in groups),
+        )
+    )
+
+
+def _limits(
+    model: ModelConfig, config: EngineConfig, groups: tuple[KVGroup, ...], max_model_len: int
+) -> EngineLimits:
+    return EngineLimits(
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        kv_tokens=min(group.capacity for group in groups),
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+    )
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
