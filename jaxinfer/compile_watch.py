@@ -35,7 +35,7 @@ class CompileWatch:
         self._armed = False
         jax.monitoring.unregister_event_duration_listener(self._on_event)
 
-    def _on_event(self, event: str, duration: float, **kwargs: str | int) -> None:
+    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if not self._armed or event not in _COMPILE_EVENTS:
             return
         self.compiles_after_ready += 1

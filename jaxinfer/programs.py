@@ -108,10 +108,12 @@ def compile_programs(
             submit(table.forward, shape, f"forward {shape.rows}+{shape.chunk}", lowered)
         for rows in sorted({s.sample_rows for s in shapes}):
             logits = jax.ShapeDtypeStruct((rows, vocab), jnp.float32)
-            where = SampleRows(_ints(rows), jax.ShapeDtypeStruct((rows,), jnp.bool_))
+            live: Any = jax.ShapeDtypeStruct((rows,), jnp.bool_)
             for variant in VARIANTS:
                 seen = history if variant == "full" else None
-                lowered = sample.lower(logits, where, slots, options, seen, variant=variant)
+                lowered = sample.lower(
+                    logits, SampleRows(_ints(rows), live), slots, options, seen, variant=variant
+                )
                 submit(table.sample, (rows, variant), f"sample {variant} {rows}", lowered)
         admission = admit.lower(slots, options, _ints(MAX_PIECES, OPTIONS_SIZE))
         submit(None, "admit", "admit", admission)
@@ -126,7 +128,7 @@ def compile_programs(
     return table
 
 
-def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+def _ints(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 

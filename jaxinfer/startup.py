@@ -20,6 +20,7 @@ from jaxinfer.scheduler import Scheduler, SchedulerLimits
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
 from jaxinfer.step import StepModel
 from jaxinfer.validation import EngineLimits
+from pallas_kernels.paged_attention import Implementation
 
 if TYPE_CHECKING:
     from jaxinfer.checkpoints import LoadedModel
@@ -105,7 +106,7 @@ def _compile(
     progress: Progress | None,
 ) -> tuple[Programs, float]:
     start = time.monotonic()
-    attention = "reference" if device.platform == "cpu" else "reference_static"
+    attention: Implementation = "reference" if device.platform == "cpu" else "reference_static"
     shapes = step_shapes(
         config.max_num_seqs, config.max_num_batched_tokens, config.page_size, len(groups)
     )
