@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-RopeScaling = Literal["none", "linear", "llama3", "yarn"]
+RopeScaling = Literal["none", "linear", "llama3", "yarn", "divisors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,8 @@ class RopeConfig:
     Which fields matter depends on `scaling`: `linear` reads `factor`; `llama3` reads `factor`,
     `low_freq_factor`, `high_freq_factor`, `original_max_position`; `yarn` (Peng et al. 2023,
     arXiv:2309.00071) reads `factor`, `beta_fast`, `beta_slow`, `original_max_position`,
-    `attention_factor` (None: 0.1 ln(factor) + 1) and `truncate`.
+    `attention_factor` (None: 0.1 ln(factor) + 1) and `truncate`; `divisors` reads `divisors`, one
+    for each frequency (GGUF files carry llama3 scaling in that form).
     """
 
     theta: float = 10000.0
@@ -29,6 +30,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+    divisors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,9 @@ class ModelConfig:
     def from_json(cls, data: dict[str, Any]) -> ModelConfig:
         """Inverse of `to_json`. Raises TypeError on unknown or missing fields."""
         fields = dict(data)
-        fields["rope"] = RopeConfig(**fields["rope"])
+        rope = dict(fields["rope"])
+        rope["divisors"] = tuple(rope.get("divisors", ()))
+        fields["rope"] = RopeConfig(**rope)
         return cls(**fields)
 
 

@@ -51,9 +51,8 @@ def named_leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
 
 def map_named_specs(fn: Callable[[str, ParamSpec], Any], specs: Tree) -> Tree:
     """Like `map_specs`; `fn` also gets the dotted path of `named_leaves`."""
-    leaves, structure = jax.tree.flatten(specs, is_leaf=is_spec)
     names = (name for name, _ in named_leaves(specs))
-    return structure.unflatten(fn(name, leaf) for name, leaf in zip(names, leaves, strict=True))
+    return map_specs(lambda spec: fn(next(names), spec), specs)
 
 
 def param_bytes(specs: Tree, dtype: str) -> int:

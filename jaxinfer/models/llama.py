@@ -118,7 +118,7 @@ def unembed(params: Tree, c: ModelConfig, x: Float[Array, "R D"]) -> Float[Array
     """float32 logits of the rows that need them."""
     head = params["embed"] if c.tie_embeddings else params["head"]
     normed = rms_norm(x, params["final_norm"], c.rms_norm_eps)
-    return linear(normed, head).astype(jnp.float32)
+    return linear(normed, head, out_dtype=jnp.float32)
 
 
 def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:

@@ -26,7 +26,11 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
         return _llama3(inv, rope).astype(np.float32), 1.0
     if rope.scaling == "yarn":
         return _yarn(inv, rope, head_dim)
-    raise ValueError(f"rope scaling {rope.scaling!r} is not one of none, linear, llama3, yarn")
+    if rope.scaling == "divisors":
+        return (inv / np.asarray(rope.divisors, np.float64)).astype(np.float32), 1.0
+    raise ValueError(
+        f"rope scaling {rope.scaling!r} is not one of none, linear, llama3, yarn, divisors"
+    )
 
 
 def _llama3(inv: np.ndarray, rope: RopeConfig) -> np.ndarray:
@@ -59,8 +63,13 @@ def _yarn(inv: np.ndarray, rope: RopeConfig, head_dim: int) -> tuple[np.ndarray,
     scaled = inv / rope.factor * ramp + inv * (1 - ramp)
     factor = rope.attention_factor
     if factor is None:
-        factor = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+        factor = yarn_magnitude(rope.factor)
     return scaled.astype(np.float32), factor
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """What YaRN multiplies queries and keys by, growing with the length factor."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def rope_tables(

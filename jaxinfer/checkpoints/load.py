@@ -1,0 +1,186 @@
+"""Any checkpoint → a model ready to serve: config, parameters in place, tokenizer."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.checkpoints import orbax_io
+from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.source import Progress, Source, load_params, non_finite
+from jaxinfer.config import ModelConfig
+from jaxinfer.params import ParamSpec, Tree, named_leaves
+from jaxinfer.tokenizer import Tokenizer
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What the checkpoint says about generating: the ids that end an output."""
+
+    eos_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory. `params` is the family's tree of arrays on their devices."""
+
+    config: ModelConfig
+    params: Tree
+    tokenizer: Tokenizer
+    generation: GenerationDefaults
+    dtype: str
+    description: str
+
+
+def resolve_model(name_or_path: str | Path) -> Path:
+    """The path of a checkpoint. Raises CheckpointError saying what a MODEL may be.
+
+    `demo` is not a path: `jaxinfer.demo.demo_checkpoint` provides it.
+    """
+    path = Path(name_or_path).expanduser()
+    kinds = "an Orbax folder of ours, a Hugging Face folder, a .gguf file, or `demo`"
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; MODEL is {kinds}")
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise CheckpointError(f"{path} is a file but no .gguf file; MODEL is {kinds}")
+        return path
+    if orbax_io.is_orbax_folder(path) or (path / "config.json").is_file():
+        return path
+    found = sorted(path.glob("*.gguf"))
+    hint = f"; did you mean {found[0]}?" if found else ""
+    raise CheckpointError(
+        f"{path} holds neither {orbax_io.MANIFEST} nor config.json{hint}; MODEL is {kinds}"
+    )
+
+
+def open_source(path: Path) -> Source:
+    """A Hugging Face folder or a GGUF file, opened."""
+    if path.is_file():
+        from jaxinfer.checkpoints.gguf_io import open_gguf
+
+        return open_gguf(path)
+    from jaxinfer.checkpoints.safetensors_io import open_huggingface
+
+    return open_huggingface(path)
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    sharding_of: Callable[[ParamSpec], Any] | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load a checkpoint of any known kind (`resolve_model`), or raise CheckpointError.
+
+    `dtype` is what weights and activations are in (None: as stored; quantised GGUF: float32).
+    `sharding_of` says where each parameter lies (None: all on the first device).
+    """
+    path = resolve_model(path)
+    _check_dtype(dtype)
+    if sharding_of is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        sharding_of = lambda spec: sharding  # noqa: E731
+    if orbax_io.is_orbax_folder(path):
+        return _load_orbax(path, dtype, sharding_of, progress)
+    source = open_source(path)
+    kind = dtype or source.dtype
+    params = load_params(
+        source, kind, lambda array, spec: jax.device_put(array, sharding_of(spec)), progress
+    )
+    return _loaded(source.config, params, source.tokenizer, kind, source.description)
+
+
+def _load_orbax(
+    path: Path,
+    dtype: str | None,
+    sharding_of: Callable[[ParamSpec], Any],
+    progress: Progress | None,
+) -> LoadedModel:
+    manifest = orbax_io.read_manifest(path)
+    try:
+        tokenizer = Tokenizer.from_folder(path / orbax_io.TOKENIZER)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    _check_vocabulary(path, manifest.config, tokenizer)
+    kind = dtype or manifest.dtype
+    if progress:
+        progress("restoring parameters", 0, 1)
+    params = orbax_io.restore(path, manifest, kind, sharding_of)
+    for name, array in named_leaves(params):
+        if not _all_finite(array):
+            raise CheckpointError(f"{path}: {name}: has NaN or Inf values in {kind}")
+    if progress:
+        progress("restoring parameters", 1, 1)
+    return _loaded(manifest.config, params, tokenizer, kind, f"Orbax checkpoint {path}")
+
+
+def _all_finite(array: jax.Array) -> bool:
+    """Whether no value is NaN or Inf, without a temporary of the array's size."""
+    if all(device.platform == "cpu" for device in array.devices()):
+        return all(non_finite(np.asarray(s.data)) == 0 for s in array.addressable_shards)
+    return bool(jnp.isfinite(jnp.sum(array, dtype=jnp.float32)))  # sums keep NaN and Inf
+
+
+def _loaded(
+    config: ModelConfig, params: Tree, tokenizer: Tokenizer, dtype: str, description: str
+) -> LoadedModel:
+    defaults = GenerationDefaults(tokenizer.eos_ids)
+    return LoadedModel(config, params, tokenizer, defaults, dtype, description)
+
+
+def _check_dtype(dtype: str | None) -> None:
+    if dtype is not None and dtype not in DTYPES:
+        raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+
+
+def _check_vocabulary(path: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
+    if tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model "
+            f"{config.vocab_size} embeddings"
+        )
+
+
+def convert(
+    src: str | Path, dst: str | Path, dtype: str | None = None, progress: Progress | None = None
+) -> Path:
+    """Convert a Hugging Face folder or GGUF file to our Orbax folder at `dst`, a new path.
+
+    `dtype` None keeps the source's (quantised GGUF: float32). Raises CheckpointError.
+    """
+    src, dst = resolve_model(src), Path(dst).expanduser()
+    _check_dtype(dtype)
+    if orbax_io.is_orbax_folder(src):
+        raise CheckpointError(f"{src} is an Orbax checkpoint already")
+    if dst.exists():
+        raise CheckpointError(f"{dst} exists already; remove it or choose another destination")
+    source = open_source(src)
+    kind = dtype or source.dtype
+    params = load_params(source, kind, lambda array, spec: array, progress)
+    _check_space(dst, params)
+    if progress:
+        progress("writing checkpoint", 0, 1)
+    orbax_io.save(dst, params, source.config, kind, source.tokenizer, source.description)
+    if progress:
+        progress("writing checkpoint", 1, 1)
+    return dst
+
+
+def _check_space(dst: Path, params: Tree) -> None:
+    """Say so before writing, rather than fail in the middle."""
+    parent = next(p for p in dst.absolute().parents if p.exists())
+    needed = sum(array.nbytes for _, array in named_leaves(params))
+    free = shutil.disk_usage(parent).free
+    if needed > free:
+        raise CheckpointError(f"{dst} needs {needed} bytes, {parent} has {free} free")

@@ -1,0 +1,229 @@
+"""Our own checkpoint folder: parameters in Orbax, config and tokenizer beside them.
+
+    jaxinfer.json   format version, ModelConfig, dtype, source, tensors, files
+    params/         the parameter tree, one Orbax array each
+    tokenizer/      tokenizer.json, tokenizer_config.json, generation_config.json
+
+The folder is written under another name and renamed when complete, so an interrupted conversion
+never leaves one that loads. Arrays are stored uncompressed and in files of their own: restoring is
+then little more than reading. A zarr reader takes an absent file for zeros and cannot see a flipped
+bit, so `jaxinfer.json` lists every file with its size and checksum, and restoring checks them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import uuid
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.source import summarise
+from jaxinfer.config import ModelConfig
+from jaxinfer.models import family_of
+from jaxinfer.params import ParamSpec, Tree, map_specs, named_leaves
+from jaxinfer.tokenizer import Tokenizer
+
+FORMAT_VERSION = 1
+MANIFEST, PARAMS, TOKENIZER = "jaxinfer.json", "params", "tokenizer"
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What jaxinfer.json says.
+
+    Attributes:
+        dtype: what the parameters are stored in.
+        source: what the checkpoint was converted from.
+        tensors: path in the tree -> [shape, dtype].
+        files: path under params/ -> [bytes, CRC-32].
+    """
+
+    config: ModelConfig
+    dtype: str
+    source: str
+    tensors: dict[str, tuple[tuple[int, ...], str]]
+    files: dict[str, tuple[int, int]]
+
+
+def is_orbax_folder(path: Path) -> bool:
+    return (path / MANIFEST).is_file()
+
+
+def save(
+    path: Path, params: Tree, config: ModelConfig, dtype: str, tokenizer: Tokenizer, source: str
+) -> None:
+    """Write a checkpoint folder at `path`, which appears only when it is complete.
+
+    `params` may hold NumPy or JAX arrays. Raises CheckpointError when `path` exists.
+    """
+    if path.exists():
+        raise CheckpointError(f"{path} exists already; remove it or choose another destination")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        tokenizer.save(partial / TOKENIZER)
+        _checkpointer().save((partial / PARAMS).absolute(), _save_args(params))
+        tensors = {n: [list(a.shape), a.dtype.name] for n, a in named_leaves(params)}
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "config": config.to_json(),
+            "dtype": dtype,
+            "source": source,
+            "tensors": tensors,
+            "files": _inventory(partial / PARAMS),
+        }
+        (partial / MANIFEST).write_text(json.dumps(manifest), "utf-8")
+        partial.rename(path)
+    except FileExistsError as error:
+        raise CheckpointError(f"{path} appeared while it was being written") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """jaxinfer.json of a checkpoint folder. Raises CheckpointError naming what is wrong in it."""
+    file = path / MANIFEST
+    try:
+        data = json.loads(file.read_text("utf-8"))
+        if data["format_version"] != FORMAT_VERSION:
+            raise ValueError(
+                f"format_version = {data['format_version']}, this version of jaxinfer reads "
+                f"{FORMAT_VERSION}; convert the original again"
+            )
+        return Manifest(
+            ModelConfig.from_json(data["config"]),
+            data["dtype"],
+            data["source"],
+            {name: (tuple(shape), dtype) for name, (shape, dtype) in data["tensors"].items()},
+            {name: (size, crc) for name, (size, crc) in data["files"].items()},
+        )
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def restore(
+    path: Path, manifest: Manifest, dtype: str, sharding_of: Callable[[ParamSpec], Any]
+) -> Tree:
+    """The parameters in `dtype`, each shard read straight to where it belongs.
+
+    At most one tensor's worth of bytes is in flight besides the parameters. Raises CheckpointError
+    naming the tensors or files that are missing, extra, misshapen, cut short or changed.
+    """
+    specs = family_of(manifest.config.family).param_specs(manifest.config)
+    _check_tensors(path, manifest, specs)
+    folder = (path / PARAMS).absolute()
+    largest = max(
+        math.prod(shape) * np.dtype(kind).itemsize for shape, kind in manifest.tensors.values()
+    )
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+        checks = [pool.submit(_check_file, folder, *item) for item in manifest.files.items()]
+        _check_sizes(folder, manifest)
+        try:
+            params = _checkpointer(largest + 1).restore(
+                folder, _restore_args(specs, dtype, sharding_of)
+            )
+        except Exception as error:  # Orbax and TensorStore raise many kinds
+            raise CheckpointError(f"{folder} cannot be restored: {error}") from error
+        changed = [problem for check in checks if (problem := check.result())]
+    if changed:
+        raise CheckpointError(summarise(str(path), changed))
+    return params
+
+
+def _check_tensors(path: Path, manifest: Manifest, specs: Tree) -> None:
+    expected = {name: spec.shape for name, spec in named_leaves(specs)}
+    found = {name: shape for name, (shape, _) in manifest.tensors.items()}
+    problems = [
+        f"{name}: expected shape {list(expected[name])}, found {list(found[name])}"
+        for name in expected
+        if name in found and expected[name] != found[name]
+    ]
+    problems += [f"{name}: missing" for name in expected if name not in found]
+    problems += [f"{name}: not a tensor of this model" for name in found if name not in expected]
+    if problems:
+        raise CheckpointError(summarise(str(path / MANIFEST), problems))
+
+
+def _check_sizes(folder: Path, manifest: Manifest) -> None:
+    problems = []
+    for name, (size, _) in manifest.files.items():
+        try:
+            found = f"{(folder / name).stat().st_size} bytes"
+        except FileNotFoundError:
+            found = "no file"
+        if found != f"{size} bytes":
+            problems.append(f"{PARAMS}/{name}: expected {size} bytes, found {found}")
+    if problems:
+        raise CheckpointError(summarise(str(folder.parent), problems))
+
+
+def _check_file(folder: Path, name: str, expected: tuple[int, int]) -> str | None:
+    """What is wrong with a file, None when it is as it was written."""
+    try:
+        crc = _crc32(folder / name)
+    except OSError as error:
+        return f"{PARAMS}/{name}: {error.strerror}"
+    if crc != expected[1]:
+        was = f"CRC-32 {expected[1]:08x}, found {crc:08x}"
+        return f"{PARAMS}/{name}: changed since it was written (expected {was})"
+    return None
+
+
+def _crc32(path: Path) -> int:
+    crc = 0
+    buffer = memoryview(bytearray(1 << 20))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+    return crc
+
+
+def _inventory(folder: Path) -> dict[str, list[int]]:
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {str(p.relative_to(folder)): [p.stat().st_size, _crc32(p)] for p in files}
+
+
+# Orbax takes a while to import, so only those who save or restore do.
+
+
+def _checkpointer(restore_bytes: int | None = None) -> Any:
+    import orbax.checkpoint as ocp
+
+    handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=False,
+        use_compression=False,
+        restore_concurrent_gb=restore_bytes and restore_bytes / 1e9,
+    )
+    return ocp.Checkpointer(handler)
+
+
+def _save_args(params: Tree) -> Any:
+    import orbax.checkpoint as ocp
+
+    return ocp.args.PyTreeSave(params)
+
+
+def _restore_args(specs: Tree, dtype: str, sharding_of: Callable[[ParamSpec], Any]) -> Any:
+    import orbax.checkpoint as ocp
+
+    def one(spec: ParamSpec) -> Any:
+        return ocp.ArrayRestoreArgs(
+            restore_type=jax.Array,
+            dtype=spec.resolve_dtype(dtype),
+            sharding=sharding_of(spec),
+            global_shape=spec.shape,
+        )
+
+    item = map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, s.resolve_dtype(dtype)), specs)
+    return ocp.args.PyTreeRestore(item=item, restore_args=map_specs(one, specs))

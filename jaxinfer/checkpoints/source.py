@@ -1,0 +1,155 @@
+"""A checkpoint in someone else's format, seen as Hugging Face tensors; and how params come from it.
+
+`Source` is what the safetensors and GGUF readers both present, so a family states its mapping once
+(`hf_sources`). Headers are checked in full before any tensor is read; tensors are then read, fused
+and placed one parameter at a time, so that only the largest ever exists twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.config import ModelConfig
+from jaxinfer.models import family_of
+from jaxinfer.models.base import HfSource
+from jaxinfer.params import ParamSpec, Tree, map_named_specs, named_leaves
+from jaxinfer.tokenizer import Tokenizer
+
+Progress = Callable[[str, int, int], None]  # (what, done, total), for a progress bar
+Place = Callable[[np.ndarray, ParamSpec], Any]  # host array -> where the parameter lives
+
+# Buffers that some exporters write and nothing reads: they follow from the config.
+_HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")
+
+
+class Tensors(Protocol):
+    """The tensors of a checkpoint under Hugging Face names."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor, dequantised, in the layout Hugging Face gives it."""
+        ...
+
+    def where(self, name: str) -> str:
+        """File (and the tensor's own name there, if it differs), for error messages."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An opened checkpoint: nothing but headers, config and tokenizer have been read."""
+
+    description: str
+    config: ModelConfig
+    dtype: str  # the dtype it would naturally be served in
+    tensors: Tensors
+    tokenizer: Tokenizer
+
+
+def check_inventory(source: Source) -> None:
+    """Raise CheckpointError listing every tensor that is missing, extra or misshapen."""
+    shapes, where = source.tensors.shapes, source.tensors.where
+    expected = {
+        name: shape
+        for hf in family_of(source.config.family).hf_sources(source.config).values()
+        for name, shape in hf.tensors.items()
+    }
+    problems = [
+        f"{name}: missing, expected shape {list(shape)}"
+        for name, shape in expected.items()
+        if name not in shapes
+    ]
+    problems += [
+        f"{where(name)}: {name}: expected shape {list(shape)}, found {list(shapes[name])}"
+        for name, shape in expected.items()
+        if name in shapes and shapes[name] != shape
+    ]
+    problems += [
+        f"{where(name)}: {name}: not a tensor of a {source.config.family} model with this config"
+        for name in sorted(shapes.keys() - expected.keys())
+        if not _ignorable(source, name)
+    ]
+    if problems:
+        raise CheckpointError(summarise(source.description, problems))
+
+
+def _ignorable(source: Source, name: str) -> bool:
+    """Whether an extra tensor says nothing new: a derived buffer, or a copy of the tied head."""
+    if _HARMLESS.fullmatch(name):
+        return True
+    embed = "model.embed_tokens.weight"
+    return (
+        source.config.tie_embeddings
+        and name == "lm_head.weight"
+        and source.tensors.shapes[name] == source.tensors.shapes.get(embed)
+        and np.array_equal(source.tensors.read(name), source.tensors.read(embed))
+    )
+
+
+def summarise(description: str, problems: list[str], limit: int = 8) -> str:
+    """One message of at most `limit` problems and how many more there are."""
+    shown = "\n  ".join(problems[:limit])
+    more = f"\n  and {len(problems) - limit} more" if len(problems) > limit else ""
+    return f"{description} cannot be loaded:\n  {shown}{more}"
+
+
+def load_params(source: Source, dtype: str, place: Place, progress: Progress | None = None) -> Tree:
+    """The parameter tree in `dtype`, each parameter passed through `place` as soon as it is made.
+
+    Raises CheckpointError for defects of the inventory and for NaN or Inf values.
+    """
+    check_inventory(source)
+    family = family_of(source.config.family)
+    sources = family.hf_sources(source.config)
+    specs = family.param_specs(source.config)
+    total, done = sum(1 for _ in named_leaves(specs)), iter(range(1, 1 << 30))
+
+    def make(path: str, spec: ParamSpec) -> Any:
+        array = _assemble(source, path, sources[path], spec, dtype)
+        if progress:
+            progress("loading tensors", next(done), total)
+        return place(array, spec)
+
+    return map_named_specs(make, specs)
+
+
+def _assemble(source: Source, path: str, hf: HfSource, spec: ParamSpec, dtype: str) -> np.ndarray:
+    """One parameter as an array of its own (never a view of the file), checked to be finite."""
+    parts = []
+    for name in hf.tensors:
+        part = source.tensors.read(name)
+        if bad := non_finite(part):
+            raise CheckpointError(
+                f"{source.tensors.where(name)}: {name}: {bad} of {part.size} values are NaN or Inf"
+            )
+        parts.append(part)
+    fused = hf.combine(*parts) if hf.combine else parts[0]
+    kind = spec.resolve_dtype(dtype)
+    array = fused.reshape(spec.shape).astype(kind, copy=hf.combine is None, order="C")
+    if fused.dtype != kind and (bad := non_finite(array)):
+        raise CheckpointError(
+            f"{source.description}: {path}: {bad} values are too large for {kind.name};"
+            " choose float32 or bfloat16"
+        )
+    return array
+
+
+_CHUNK = 1 << 20  # elements looked at at once: the temporaries stay in the CPU's cache
+
+
+def non_finite(array: np.ndarray) -> int:
+    """How many values of an array are NaN or Inf; 0 for dtypes that have neither."""
+    if array.dtype.kind in "iub":
+        return 0
+    flat, count = array.reshape(-1), 0
+    for start in range(0, flat.size, _CHUNK):
+        finite = np.isfinite(flat[start : start + _CHUNK])
+        count += finite.size - int(np.count_nonzero(finite))
+    return count

@@ -1,0 +1,122 @@
+"""Hugging Face config.json → ModelConfig: the family is chosen by `model_type`, RoPE read here.
+
+transformers 5 writes `rope_parameters` (theta included); older files `rope_theta` and
+`rope_scaling`. Both are read; what we do not compute is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxinfer.config import ModelConfig, RopeConfig
+from jaxinfer.models import family_of
+from jaxinfer.models.rope import yarn_magnitude
+
+_SHARED = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_FIELDS = {  # Hugging Face key -> RopeConfig field, for every rope_type we compute
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position_embeddings": "original_max_position",
+    },
+    "yarn": {
+        "factor": "factor",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "original_max_position_embeddings": "original_max_position",
+        "attention_factor": "attention_factor",
+        "truncate": "truncate",
+        "mscale": "",  # folded into attention_factor
+        "mscale_all_dim": "",
+    },
+    "divisors": {"divisors": "divisors"},  # ours: what GGUF files carry instead of llama3's
+}
+_REQUIRED = {"factor", "low_freq_factor", "high_freq_factor", "divisors"}
+
+
+def model_config(hf: dict[str, Any]) -> ModelConfig:
+    """The ModelConfig of a parsed config.json.
+
+    Raises ValueError naming the key: unknown model_type or architecture, missing keys, features
+    the family does not compute, quantised storage, contradictory sizes.
+    """
+    model_type = hf.get("model_type")
+    if not isinstance(model_type, str):
+        raise ValueError("config.json has no model_type")
+    family = family_of(model_type)
+    architectures = hf.get("architectures") or []
+    if architectures and not any(a.endswith("ForCausalLM") for a in architectures):
+        raise ValueError(f"architectures = {architectures}: only ...ForCausalLM models are served")
+    if hf.get("quantization_config"):
+        method = hf["quantization_config"].get("quant_method", "unknown")
+        raise ValueError(
+            f"quantization_config: weights stored as {method!r} cannot be read; take the "
+            "unquantised checkpoint or a GGUF file"
+        )
+    try:
+        config = family.config_from_hf(hf, rope_config(hf))
+    except KeyError as error:
+        raise ValueError(f"config.json lacks {error.args[0]!r}") from error
+    _check_sizes(config)
+    return config
+
+
+def _check_sizes(c: ModelConfig) -> None:
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
+             "num_kv_heads", "head_dim", "max_position")  # fmt: skip
+    for name in sizes:
+        value = getattr(c, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"config: {name} = {value!r}, expected a positive integer")
+    if c.num_heads % c.num_kv_heads:
+        raise ValueError(
+            f"config: num_kv_heads = {c.num_kv_heads} does not divide num_heads = {c.num_heads}"
+        )
+    if c.head_dim % 2:
+        raise ValueError(f"config: head_dim = {c.head_dim} is odd; RoPE rotates pairs")
+
+
+def rope_config(hf: dict[str, Any]) -> RopeConfig:
+    """The RoPE settings of a config.json, old or new style.
+
+    Raises ValueError for a rope_type or key we do not compute.
+    """
+    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(f"rope_parameters: per-layer settings ({', '.join(rope)}) not supported")
+    if kind not in _FIELDS:
+        raise ValueError(f"rope_type {kind!r} is not supported; known: {', '.join(_FIELDS)}")
+    fields = _FIELDS[kind]
+    if unknown := rope.keys() - fields.keys() - _SHARED:
+        raise ValueError(f"rope_type {kind!r}: unknown keys {sorted(unknown)}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor = {rope['partial_rotary_factor']} not supported")
+    if missing := [key for key in fields.keys() & _REQUIRED if rope.get(key) is None]:
+        raise ValueError(f"rope_type {kind!r} lacks {sorted(missing)}")
+    values = {ours: rope[key] for key, ours in fields.items() if ours and rope.get(key) is not None}
+    if "original_max_position_embeddings" in fields:
+        outer = hf.get("original_max_position_embeddings")  # where Phi-3 style files keep it
+        values["original_max_position"] = (
+            outer or values.get("original_max_position") or hf["max_position_embeddings"]
+        )
+    if kind == "yarn" and "attention_factor" not in values:
+        values |= _yarn_attention_factor(rope)
+    if kind == "divisors":
+        values["divisors"] = tuple(values["divisors"])
+    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+    return RopeConfig(theta=theta, scaling="none" if kind == "default" else kind, **values)
+
+
+def _yarn_attention_factor(rope: dict[str, Any]) -> dict[str, float]:
+    """The ratio of the two magnitude scales some YaRN configs give; {} without them."""
+    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if not (mscale and all_dim):
+        return {}
+    return {
+        "attention_factor": yarn_magnitude(rope["factor"], mscale)
+        / yarn_magnitude(rope["factor"], all_dim)
+    }
