@@ -9,7 +9,8 @@ The story of a request:
    a reader slows nobody else, and a stream never holds more than the request's own output.
 4. The reader leaves, at the end or earlier: leaving early ends the request in the engine.
 
-Everything here runs on one event loop; only `_on_events` is called from another thread.
+Everything here runs on one event loop; only `_on_events` and `_on_stop` are called from another
+thread.
 """
 
 from __future__ import annotations
@@ -41,6 +42,12 @@ from jaxinfer.text import Delta, OutputBuilder, Prompt, TextProcessor
 LONG_TEXT = 8192  # characters from which on encoding leaves the event loop
 
 OnEvents = Callable[[list[SequenceEvent]], None]
+OnStop = Callable[[str], None]
+
+
+class _Counting(Protocol):
+    @property
+    def counters(self) -> Counters: ...
 
 
 class EngineLink(Protocol):
@@ -59,7 +66,7 @@ class EngineLink(Protocol):
     def has_work(self) -> bool: ...
 
     @property
-    def counters(self) -> Counters: ...
+    def engine(self) -> _Counting: ...
 
     def start(self) -> None: ...
 
@@ -141,19 +148,19 @@ class Stream:
 class Frontend:
     """Runs requests on one engine for any number of readers.
 
-    `connect` makes the engine's end, given the callback for events; `stall_limit` is how many
-    seconds without a step, while there is work, count as a stall.
+    `connect` makes the engine's end, given the callbacks for events and for the engine's end;
+    `stall_limit` is how many seconds without a step, while there is work, count as a stall.
     """
 
     def __init__(
         self,
         text: TextProcessor,
-        connect: Callable[[OnEvents], EngineLink],
+        connect: Callable[[OnEvents, OnStop], EngineLink],
         stall_limit: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.text = text
-        self._engine = connect(self._on_events)
+        self._engine = connect(self._on_events, self._on_stop)
         self._stall_limit = stall_limit
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -181,7 +188,7 @@ class Frontend:
             prompt_ids = await self.encode(prompt)
             request = self.text.request(prompt_ids, params, f"r{next(self._ids)}", now, timeout)
             return self._start(request)
-        except (RequestError, EngineStoppedError):
+        except (RequestError, QueueFullError, EngineStoppedError):
             self._refused += 1
             raise
 
@@ -244,6 +251,11 @@ class Frontend:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
             self._loop.call_soon_threadsafe(self._deliver, events)
 
+    def _on_stop(self, failure: str) -> None:
+        """Called by the engine's thread when it takes no more steps."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.check)
+
     def _deliver(self, events: list[SequenceEvent]) -> None:
         for event in events:
             stream = self._streams.get(event.request_id)
@@ -270,7 +282,7 @@ class Frontend:
 
         Tokens that came after a request's end are not counted as generated.
         """
-        engine = self._engine.counters
+        engine = self._engine.engine.counters
         return dataclasses.replace(
             engine,
             received=engine.received + self._refused,
@@ -283,7 +295,7 @@ class Frontend:
         if self._closed:
             return self._closed
         if self._engine.status != "running":
-            return f"the engine has {self._engine.status}: {self._engine.failure or 'shut down'}"
+            return self._engine.failure or "the engine was stopped"
         still = self._clock() - max(self._engine.last_progress, self._busy_since)
         if self._engine.has_work and still > self._stall_limit:
             return f"the engine stalls: no step has ended for {still:.1f} s"
@@ -326,7 +338,7 @@ class Frontend:
 
     def stop(self) -> None:
         """Stop the engine."""
-        self._engine.stop(self._closed or "stopped")
+        self._engine.stop(self._closed or "the engine was stopped")
 
 
 def _text_length(prompt: Prompt) -> int:
