@@ -93,6 +93,17 @@ def pool_sharding(
     return _shard(layer_shape, POOL_AXES, mesh, rules, "KV pool")
 
 
+def constrain(tree: Tree, mesh: Mesh | None, *axes: str | None) -> Tree:
+    """Inside a program: its arrays lie where the logical `axes` say; none: whole on every device.
+
+    A program that hands its state to the next one pins it, or the compiler may choose a layout
+    that the next program was not compiled for. Without a mesh there is nothing to do.
+    """
+    if mesh is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, partition_spec(axes)))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Whole on every device: slot state, step inputs and logits."""
     return NamedSharding(mesh, PartitionSpec())

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.config import ModelConfig
@@ -20,6 +21,7 @@ from jaxinfer.models import family_of
 from jaxinfer.models.base import LayerContext
 from jaxinfer.params import Tree
 from jaxinfer.sampler import SampleRows
+from jaxinfer.sharding import POOL_AXES, constrain
 from jaxinfer.slot_state import Slots
 from jaxinfer.slot_state import admit as _admit
 from jaxinfer.slot_state import load_history as _load_history
@@ -32,11 +34,12 @@ load_history = jax.jit(_load_history, donate_argnames=("history",))
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """The static side of a step: what is computed, and how attention is."""
+    """The static side of a step: what is computed, how attention is, and over which devices."""
 
     config: ModelConfig
     groups: tuple[KVGroup, ...]
     attention: Implementation
+    mesh: Mesh | None = None
 
     def group_of(self, layer: int) -> int:
         return next(i for i, group in enumerate(self.groups) if layer in group.layers)
@@ -99,7 +102,10 @@ def forward(
         place = places[model.group_of(i)]
         x, pools[i] = _layer(layer_params, x, context, pools[i], place, model=model)
     slots, sampled, last = _finish_rows(slots, rows, live, inputs, shape)
-    return pools, slots, sampled, family.unembed(params, model.config, x[last])
+    # By vocabulary first: asked for whole logits, the compiler would gather the head's weight.
+    logits = constrain(family.unembed(params, model.config, x[last]), model.mesh, None, "vocab")
+    pools = constrain(pools, model.mesh, *POOL_AXES)
+    return pools, *constrain((slots, sampled, logits), model.mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("model",))

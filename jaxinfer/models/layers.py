@@ -11,15 +11,19 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 
-def linear(x: Float[Array, "T K"], weight: Float[Array, "... K"]) -> Float[Array, "T ..."]:
+def linear(
+    x: Float[Array, "T K"], weight: Float[Array, "... K"], out_dtype: Any = None
+) -> Float[Array, "T ..."]:
     """x @ weight.T over the last axis of both; weights are stored (out..., in).
+
+    The result has the dtype of the operands unless `out_dtype` asks for the sums' own precision.
 
     That layout is the checkpoint's own, lets a tied head share the embedding, and is the fast
     one for XLA on CPUs. The product is taken over a flat weight: with several output axes XLA
     would transpose and copy the whole weight in every step.
     """
     flat = weight.reshape(-1, weight.shape[-1])
-    product = lax.dot_general(x, flat, (((1,), (1,)), ((), ())))
+    product = lax.dot_general(x, flat, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
     return product.reshape(x.shape[0], *weight.shape[:-1])
 
 
