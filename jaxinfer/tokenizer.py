@@ -203,10 +203,10 @@ class Tokenizer:
         config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / CONFIG_FILE)
         if (template := folder / TEMPLATE_FILE).is_file():
             config["chat_template"] = template.read_text("utf-8")
-        stated = _read_json(folder / GENERATION_FILE).get("eos_token_id")
+        stated = eos_token_ids(_read_json(folder / GENERATION_FILE))
         try:
             definition = path.read_text("utf-8")
-            tokenizer = cls(definition, config, _ids(stated) or eos_ids)
+            tokenizer = cls(definition, config, stated or eos_ids)
             if not tokenizer.eos_ids and (eos := _content(config.get("eos_token"))):
                 found = tokenizer.raw.token_to_id(eos)
                 tokenizer.eos_ids = () if found is None else (found,)
@@ -239,8 +239,9 @@ def _content(token: Any) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _ids(value: Any) -> tuple[int, ...]:
-    """eos_token_id as configs give it: absent, one id or a list."""
+def eos_token_ids(config: dict[str, Any]) -> tuple[int, ...]:
+    """eos_token_id as Hugging Face configs give it: absent, one id or a list."""
+    value = config.get("eos_token_id")
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list) else (value,)

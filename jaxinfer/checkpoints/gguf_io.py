@@ -24,6 +24,7 @@ from jaxinfer.models.hf_config import model_config
 
 _ROPE_DIVISORS = "rope_freqs.weight"  # llama3 scaling, one divisor for each frequency
 _SUFFIXES = (".weight", ".bias")
+_DEQUANTISE_AT_ONCE = 1 << 22  # values; its temporaries are several times as large
 
 
 class _CheckedReader(gguf.GGUFReader):
@@ -70,13 +71,16 @@ class GgufTensors:
 
     def read(self, name: str) -> np.ndarray:
         tensor = self._tensors[self._names.get(name, name)]
+        values = np.empty(self.shapes[name], np.float32)
+        rows = max(1, _DEQUANTISE_AT_ONCE // max(1, values[:1].size))
         try:
-            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+            for start in range(0, len(values), rows):
+                part = slice(start, start + rows)
+                values[part] = gguf.dequantize(tensor.data[part], tensor.tensor_type)
         except NotImplementedError as error:
             raise CheckpointError(
                 f"{self.where(name)}: type {tensor.tensor_type.name} cannot be dequantised"
             ) from error
-        values = values.reshape(self.shapes[name])
         if heads := self._heads.get(name):
             width = values.shape[1]
             values = values.reshape(heads, -1, 2, width).swapaxes(1, 2).reshape(-1, width)

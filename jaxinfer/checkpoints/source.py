@@ -34,7 +34,7 @@ class Tensors(Protocol):
     shapes: dict[str, tuple[int, ...]]
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor, dequantised, in the layout Hugging Face gives it."""
+        """The tensor as an array of its own, dequantised, in the layout Hugging Face gives it."""
         ...
 
     def where(self, name: str) -> str:
@@ -121,7 +121,7 @@ def load_params(source: Source, dtype: str, place: Place, progress: Progress | N
 
 
 def _assemble(source: Source, path: str, hf: HfSource, spec: ParamSpec, dtype: str) -> np.ndarray:
-    """One parameter as an array of its own (never a view of the file), checked to be finite."""
+    """One parameter, checked to be finite."""
     parts = []
     for name in hf.tensors:
         part = source.tensors.read(name)
@@ -132,7 +132,7 @@ def _assemble(source: Source, path: str, hf: HfSource, spec: ParamSpec, dtype: s
         parts.append(part)
     fused = hf.combine(*parts) if hf.combine else parts[0]
     kind = spec.resolve_dtype(dtype)
-    array = fused.reshape(spec.shape).astype(kind, copy=hf.combine is None, order="C")
+    array = fused.reshape(spec.shape).astype(kind, copy=False, order="C")
     if fused.dtype != kind and (bad := non_finite(array)):
         raise CheckpointError(
             f"{source.description}: {path}: {bad} values are too large for {kind.name};"

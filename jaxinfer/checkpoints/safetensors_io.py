@@ -1,0 +1,112 @@
+"""Hugging Face folders: config.json, safetensors files (with or without an index), tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.source import Source
+from jaxinfer.models.hf_config import model_config
+from jaxinfer.tokenizer import Tokenizer, eos_token_ids
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
+
+
+class SafetensorsFiles:
+    """The tensors of one or more safetensors files. Headers are read at once, data when asked."""
+
+    def __init__(self, files: list[Path]):
+        """Raises CheckpointError naming a file that is broken, or a tensor that is in two."""
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._files: dict[str, Path] = {}
+        for path in files:
+            for name, shape, dtype in _header(path):
+                if name in self._files:
+                    raise CheckpointError(f"{name} is in both {self._files[name]} and {path}")
+                self._files[name], self.shapes[name], self.dtypes[name] = path, shape, dtype
+
+    def read(self, name: str) -> np.ndarray:
+        if self.dtypes[name] not in _DTYPES:
+            raise CheckpointError(
+                f"{self.where(name)}: {name}: stored as {self.dtypes[name]}, expected one of "
+                f"{', '.join(_DTYPES)}"
+            )
+        with safe_open(self._files[name], framework="numpy") as file:
+            return file.get_tensor(name)
+
+    def where(self, name: str) -> str:
+        return str(self._files[name])
+
+
+def _header(path: Path) -> list[tuple[str, tuple[int, ...], str]]:
+    """(name, shape, dtype) of every tensor; the library checks offsets against the file's size."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return [(n, tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()]
+    except (SafetensorError, OSError) as error:
+        size = f"{path.stat().st_size} bytes" if path.exists() else "no such file"
+        raise CheckpointError(f"{path} ({size}): {error}") from error
+
+
+def open_huggingface(folder: Path) -> Source:
+    """Config, tokenizer and headers of a Hugging Face folder.
+
+    Raises CheckpointError naming the file and what is wrong in it.
+    """
+    hf = _read_json(folder / "config.json")
+    try:
+        config = model_config(hf)
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
+    tensors = SafetensorsFiles(_files(folder))
+    try:
+        tokenizer = Tokenizer.from_folder(folder, eos_token_ids(hf))
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    return Source(f"Hugging Face folder {folder}", config, dtype, tensors, tokenizer)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the model, as the index says where there is one."""
+    index = folder / INDEX
+    if index.is_file():
+        return _indexed_files(index)
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if found := sorted(folder.glob("*.safetensors")):
+        return found
+    raise CheckpointError(f"{folder}: no *.safetensors file; other weight formats are not read")
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: weight_map is missing or empty")
+    names = sorted(set(weight_map.values()))
+    if odd := [name for name in names if Path(str(name)).name != name]:
+        raise CheckpointError(f"{index}: {odd[0]!r} is not a file name")
+    files = [index.parent / name for name in names]
+    held = {path.name: {name for name, _, _ in _header(path)} for path in files}
+    for tensor, file in weight_map.items():
+        if tensor not in held[file]:
+            raise CheckpointError(f"{index}: {tensor} should be in {file}, which lacks it")
+    return files
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(data).__name__}")
+    return data
