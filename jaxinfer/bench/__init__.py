@@ -1,0 +1,1 @@
+"""`jaxinfer bench`: workloads, arrivals, statistics and the drivers that measure with them."""

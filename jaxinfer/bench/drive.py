@@ -1,0 +1,148 @@
+"""Drives an engine offline and times what comes out of every step.
+
+Definitions, the same for every engine that is compared (docs/benchmarking.md):
+
+- A *full decode step* gives each of `concurrency` requests a token that is not its first: no prompt
+  is being computed and no stream is missing. Decode tok/s is the tokens of such steps over the time
+  between their results and the results before.
+- Prefill tok/s is the prompt tokens of the first wave, the requests that get a slot at once, over
+  the time until each of them has its first token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jaxinfer.bench.workload import WorkItem
+from jaxinfer.request import (
+    Command,
+    FinishReason,
+    Request,
+    SamplingParams,
+    SequenceEvent,
+    Submit,
+)
+from jaxinfer.validation import EngineLimits, build_request
+
+Progress = Callable[[str, int, int], None]  # (what, done, total)
+
+
+class Steppable(Protocol):
+    """What is driven: an `Engine`, or one that is being watched."""
+
+    @property
+    def limits(self) -> EngineLimits: ...
+    @property
+    def has_work(self) -> bool: ...
+    def execute(self, command: Command, now: float) -> None: ...
+    def step(self, now: float) -> list[SequenceEvent]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepMark:
+    """The tokens one step's results brought, and when they were there (seconds from the start)."""
+
+    time: float
+    tokens: int
+    firsts: int  # how many of them are the first of their request
+
+
+@dataclass(slots=True)
+class Timeline:
+    """What a run of items did. Times are seconds from the start, lists are in order of items."""
+
+    items: Sequence[WorkItem]
+    concurrency: int
+    marks: list[StepMark] = field(default_factory=list)
+    first_token: dict[int, float] = field(default_factory=dict)
+    ended: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def elapsed(self) -> float:
+        return max(self.ended.values())
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(item.prompt) for item in self.items)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(mark.tokens for mark in self.marks)
+
+    @property
+    def full_decode_steps(self) -> list[tuple[int, float]]:
+        """(tokens, seconds) of every full decode step."""
+        streams = min(self.concurrency, len(self.items))
+        return [
+            (mark.tokens, mark.time - before.time)
+            for before, mark in zip(self.marks, self.marks[1:])
+            if mark.tokens >= streams and mark.firsts == 0
+        ]
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens a second with all streams decoding; None if that never happened."""
+        steps = self.full_decode_steps
+        return sum(t for t, _ in steps) / sum(s for _, s in steps) if steps else None
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens a second until the first wave has its first tokens."""
+        wave = range(min(self.concurrency, len(self.items)))
+        tokens = sum(len(self.items[i].prompt) for i in wave)
+        return tokens / max(self.first_token[i] for i in wave)
+
+
+def requests_for(engine: Steppable, items: Sequence[WorkItem], seed: int = 0) -> list[Request]:
+    """Greedy requests that run to their full length. Ids are their indices."""
+    requests = []
+    for i, item in enumerate(items):
+        params = SamplingParams(
+            temperature=0, max_new_tokens=item.output_len, ignore_eos=True, seed=seed
+        )
+        requests.append(build_request(item.prompt, params, engine.limits, (), str(i), 0.0))
+    return requests
+
+
+def drive(
+    engine: Steppable,
+    items: Sequence[WorkItem],
+    concurrency: int,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timeline:
+    """Submit every item at once and step until all have ended.
+
+    `concurrency` is how many run at once: the engine's slots, unless there are fewer items. Raises
+    RuntimeError if a request ends otherwise than by its length.
+    """
+    requests = requests_for(engine, items)
+    timeline = Timeline(items, concurrency)
+    start = clock()
+    for request in requests:
+        engine.execute(Submit(request), start)
+    while engine.has_work:
+        events = engine.step(clock())
+        _enter(timeline, events, clock() - start)
+        if progress and any(event.finish for event in events):
+            progress("requests", len(timeline.ended), len(items))
+    return timeline
+
+
+def _enter(timeline: Timeline, events: list[SequenceEvent], now: float) -> None:
+    tokens = firsts = 0
+    for event in events:
+        index = int(event.request_id)
+        if event.tokens and index not in timeline.first_token:
+            timeline.first_token[index] = now
+            firsts += 1
+        tokens += len(event.tokens)
+        if event.finish is FinishReason.LENGTH:
+            timeline.ended[index] = now
+        elif event.finish is not None:
+            raise RuntimeError(f"request {index} ended by {event.finish.value}: {event.error}")
+    if tokens:
+        timeline.marks.append(StepMark(now, tokens, firsts))
