@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxinfer.sampler import VARIANTS, SampleRows, Variant, sample
+from jaxinfer.sharding import replicated
 from jaxinfer.slot_state import HISTORY_CHUNK, OPTIONS_SIZE, History, Options, Slots
 from jaxinfer.step import StepModel, admit, forward, load_history
 from jaxinfer.step_plan import MAX_PIECES, StepShape
@@ -61,6 +63,15 @@ def smallest_shape(shapes: tuple[StepShape, ...], rows: int, chunk: int) -> Step
     return min(fitting, key=lambda s: (s.chunk, s.rows))
 
 
+@dataclass(frozen=True, slots=True)
+class Lowerable:
+    """One program of the set: its name, its place in `Programs`, and how to trace it."""
+
+    name: str
+    key: StepShape | tuple[int, Variant] | Literal["admit", "load_history"]
+    lower: Callable[[], Any]
+
+
 @dataclass(slots=True)
 class Programs:
     """Compiled executables by what they are for, and the memory the largest of them needs."""
@@ -73,63 +84,77 @@ class Programs:
     logits_bytes: int = 0
 
 
+def program_set(
+    model: StepModel,
+    shapes: tuple[StepShape, ...],
+    state: tuple[Any, Any, Slots, Options, History],
+) -> list[Lowerable]:
+    """The closed set for `state` = (params, pools, slots, options, history), arrays or structs."""
+    params, pools, slots, options, history = state
+    whole = replicated(model.mesh) if model.mesh else None
+
+    def struct(dtype: Any, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+    ints = partial(struct, jnp.int32)
+
+    def step(shape: StepShape) -> Any:
+        packed = ints(shape.packed_size)
+        return forward.lower(params, pools, slots, packed, model=model, shape=shape)
+
+    def choice(rows: int, variant: Variant) -> Any:
+        logits = struct(jnp.float32, rows, model.config.vocab_size)
+        sampled = SampleRows(ints(rows), struct(jnp.bool_, rows))
+        seen = history if variant == "full" else None
+        return sample.lower(logits, sampled, slots, options, seen, variant=variant)
+
+    rows = sorted({shape.sample_rows for shape in shapes})
+    admission, upload = ints(MAX_PIECES, OPTIONS_SIZE), ints(2 + HISTORY_CHUNK)
+    return [
+        *(Lowerable(f"forward {s.rows}+{s.chunk}", s, partial(step, s)) for s in shapes),
+        *(
+            Lowerable(f"sample {variant} {r}", (r, variant), partial(choice, r, variant))
+            for r in rows
+            for variant in VARIANTS
+        ),
+        Lowerable("admit", "admit", lambda: admit.lower(slots, options, admission)),
+        Lowerable("load_history", "load_history", lambda: load_history.lower(history, upload)),
+    ]
+
+
 def compile_programs(
     model: StepModel,
     shapes: tuple[StepShape, ...],
     state: tuple[Any, Any, Slots, Options, History],
     progress: Progress | None = None,
 ) -> Programs:
-    """Compile everything for `state` = (params, pools, slots, options, history), arrays or structs.
+    """Compile the whole set.
 
     Tracing holds the interpreter lock and runs here; XLA compiles in threads meanwhile.
     """
-    params, pools, slots, options, history = state
-    vocab, table = model.config.vocab_size, Programs()
-    total = len(shapes) + len({s.sample_rows for s in shapes}) * len(VARIANTS) + 2
-    done = 0
+    programs, done = program_set(model, shapes, state), 0
 
     def built(name: str, lowered: Any) -> Any:
         nonlocal done
         executable = lowered.compile()
         done += 1
         if progress:
-            progress(f"compile {name}", done, total)
+            progress(f"compile {name}", done, len(programs))
         return executable
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        jobs: list[tuple[dict | None, Any, Any]] = []
-
-        def submit(into: dict | None, key: Any, name: str, lowered: Any) -> None:
-            jobs.append((into, key, pool.submit(built, name, lowered)))
-
-        for shape in shapes:
-            packed = _ints(shape.packed_size)
-            lowered = forward.lower(params, pools, slots, packed, model=model, shape=shape)
-            submit(table.forward, shape, f"forward {shape.rows}+{shape.chunk}", lowered)
-        for rows in sorted({s.sample_rows for s in shapes}):
-            logits = jax.ShapeDtypeStruct((rows, vocab), jnp.float32)
-            live: Any = jax.ShapeDtypeStruct((rows,), jnp.bool_)
-            for variant in VARIANTS:
-                seen = history if variant == "full" else None
-                lowered = sample.lower(
-                    logits, SampleRows(_ints(rows), live), slots, options, seen, variant=variant
-                )
-                submit(table.sample, (rows, variant), f"sample {variant} {rows}", lowered)
-        admission = admit.lower(slots, options, _ints(MAX_PIECES, OPTIONS_SIZE))
-        submit(None, "admit", "admit", admission)
-        upload = load_history.lower(history, _ints(2 + HISTORY_CHUNK))
-        submit(None, "load_history", "load_history", upload)
-        for into, key, job in jobs:
-            if into is None:
-                setattr(table, key, job.result())
-            else:
-                into[key] = job.result()
-    _account(table, vocab)
+        jobs = [(p.key, pool.submit(built, p.name, p.lower())) for p in programs]
+        compiled = [(key, job.result()) for key, job in jobs]
+    table = Programs()
+    for key, executable in compiled:
+        if isinstance(key, StepShape):
+            table.forward[key] = executable
+        elif isinstance(key, tuple):
+            table.sample[key] = executable
+        else:
+            setattr(table, key, executable)
+    _account(table, model.config.vocab_size)
     return table
-
-
-def _ints(*shape: int) -> Any:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def _account(table: Programs, vocab: int) -> None:
