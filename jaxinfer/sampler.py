@@ -35,8 +35,8 @@ DRAW_BLOCK = 256  # entries of one block of the two-level draw
 class SampleRows(NamedTuple):
     """The rows logits were computed for: their slots, and whether each yields a token."""
 
-    slots: Int[Array, R]
-    live: Bool[Array, R]
+    slots: Int[Array, " R"]
+    live: Bool[Array, " R"]
 
 
 @functools.partial(jax.jit, static_argnames=("variant",), donate_argnames=("slots", "history"))
@@ -74,7 +74,7 @@ def sample(
     return _advance(slots, rows, tokens, outcome), history, jnp.concatenate(columns, axis=1)
 
 
-def _first_maximum(x: Float[Array, "R V"]) -> Int[Array, R]:
+def _first_maximum(x: Float[Array, "R V"]) -> Int[Array, " R"]:
     """argmax with ties to the lowest id; on CPUs two reductions beat jnp.argmax fourfold.
 
     A row without a maximum (NaN) yields the last id, which is in range.
@@ -84,14 +84,14 @@ def _first_maximum(x: Float[Array, "R V"]) -> Int[Array, R]:
     return best.min(-1)
 
 
-def _tempered(logits: Float[Array, "R V"], temperature: Float[Array, R]) -> Float[Array, "R V"]:
+def _tempered(logits: Float[Array, "R V"], temperature: Float[Array, " R"]) -> Float[Array, "R V"]:
     """Unnormalised probabilities; the most likely token has 1, whatever the temperature."""
     scale = jnp.where(temperature > 0, temperature, 1.0)[:, None]
     return jnp.exp((logits - logits.max(-1, keepdims=True)) / scale)
 
 
 def _filter(
-    weights: Float[Array, "R V"], rows: Int[Array, R], options: Options
+    weights: Float[Array, "R V"], rows: Int[Array, " R"], options: Options
 ) -> Float[Array, "R V"]:
     """min-p, then top-k, then top-p of what is left; ties at a threshold all stay."""
     weights = jnp.where(weights >= options.number("min_p", rows)[:, None], weights, 0.0)
@@ -106,8 +106,8 @@ def _filter(
 
 
 def _threshold(
-    values: Float[Array, "R V"], amounts: Float[Array, "R V"], target: Float[Array, R]
-) -> Float[Array, R]:
+    values: Float[Array, "R V"], amounts: Float[Array, "R V"], target: Float[Array, " R"]
+) -> Float[Array, " R"]:
     """The largest t for which the amounts of entries with value >= t reach the target; exact.
 
     Floats from 0 to 1 order as their bits, so the answer is built two bits at a time from the top:
@@ -115,7 +115,7 @@ def _threshold(
     """
     bits = lax.bitcast_convert_type(values, jnp.int32)
 
-    def refine(i: Int[Array, ""], found: Int[Array, R]) -> Int[Array, R]:
+    def refine(i: Int[Array, ""], found: Int[Array, " R"]) -> Int[Array, " R"]:
         best = found
         for digit in (1, 2, 3):
             candidate = found + (jnp.int32(digit) << (28 - 2 * i))
@@ -127,11 +127,13 @@ def _threshold(
     return lax.bitcast_convert_type(found, jnp.float32)
 
 
-def _uniform(rows: Int[Array, R], positions: Int[Array, R], options: Options) -> Float[Array, R]:
+def _uniform(
+    rows: Int[Array, " R"], positions: Int[Array, " R"], options: Options
+) -> Float[Array, " R"]:
     """One number in [0, 1) a row, a function of (seed, position) alone."""
     seeds = jnp.stack([options.number("seed_high", rows), options.number("seed_low", rows)], axis=1)
 
-    def one(seed: Int[Array, 2], position: Int[Array, ""]) -> Float[Array, ""]:
+    def one(seed: Int[Array, " 2"], position: Int[Array, ""]) -> Float[Array, ""]:
         words = lax.bitcast_convert_type(seed, jnp.uint32)
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
         return jax.random.uniform(jax.random.fold_in(key, position))
@@ -139,7 +141,7 @@ def _uniform(rows: Int[Array, R], positions: Int[Array, R], options: Options) ->
     return jax.vmap(one)(seeds, positions)
 
 
-def _draw(weights: Float[Array, "R V"], uniform: Float[Array, R]) -> Int[Array, R]:
+def _draw(weights: Float[Array, "R V"], uniform: Float[Array, " R"]) -> Int[Array, " R"]:
     """Inverse-CDF draw in two levels: pick a block by its sum, then an entry of the block."""
     padded = jnp.pad(weights, ((0, 0), (0, -weights.shape[1] % DRAW_BLOCK)))
     blocks = padded.reshape(weights.shape[0], -1, DRAW_BLOCK)
@@ -154,7 +156,7 @@ def _draw(weights: Float[Array, "R V"], uniform: Float[Array, R]) -> Int[Array, 
     return (block * DRAW_BLOCK + entry).astype(jnp.int32)
 
 
-def _first_above(cumulative: Float[Array, "R N"], target: Float[Array, R]) -> Int[Array, R]:
+def _first_above(cumulative: Float[Array, "R N"], target: Float[Array, " R"]) -> Int[Array, " R"]:
     """First index whose running sum exceeds the target; rounding never passes the last increase."""
     below = (cumulative <= target[:, None]).sum(-1)
     last_increase = (cumulative < cumulative[:, -1:]).sum(-1)
@@ -162,14 +164,14 @@ def _first_above(cumulative: Float[Array, "R N"], target: Float[Array, R]) -> In
 
 
 def _add_bias(
-    logits: Float[Array, "R V"], rows: Int[Array, R], options: Options
+    logits: Float[Array, "R V"], rows: Int[Array, " R"], options: Options
 ) -> Float[Array, "R V"]:
     lines = jnp.arange(logits.shape[0])[:, None]
     return logits.at[lines, options.bias_ids[rows]].add(options.bias_values[rows])
 
 
 def _penalise(
-    logits: Float[Array, "R V"], rows: Int[Array, R], options: Options, history: History | None
+    logits: Float[Array, "R V"], rows: Int[Array, " R"], options: Options, history: History | None
 ) -> Float[Array, "R V"]:
     """Repetition penalty on tokens of prompt and output, presence and frequency on the output's."""
     assert history is not None
@@ -182,13 +184,13 @@ def _penalise(
     return logits - frequency * counts - jnp.where(counts > 0, presence, 0.0)
 
 
-def _count(history: History | None, rows: SampleRows, tokens: Int[Array, R]) -> History:
+def _count(history: History | None, rows: SampleRows, tokens: Int[Array, " R"]) -> History:
     assert history is not None
     counts = history.output_counts.at[rows.slots, tokens].add(rows.live.astype(jnp.int16))
     return history._replace(output_counts=counts)
 
 
-def _logprobs(logits: Float[Array, "R V"], tokens: Int[Array, R]) -> list[Int[Array, "R cols"]]:
+def _logprobs(logits: Float[Array, "R V"], tokens: Int[Array, " R"]) -> list[Int[Array, "R cols"]]:
     """Columns: the chosen token's logprob, the most likely ids, their logprobs."""
     norm = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     top, ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
@@ -199,11 +201,11 @@ def _logprobs(logits: Float[Array, "R V"], tokens: Int[Array, R]) -> list[Int[Ar
 
 def _outcome(
     logits: Float[Array, "R V"],
-    tokens: Int[Array, R],
-    positions: Int[Array, R],
+    tokens: Int[Array, " R"],
+    positions: Int[Array, " R"],
     rows: SampleRows,
     options: Options,
-) -> Int[Array, R]:
+) -> Int[Array, " R"]:
     stops = (options.stop_ids[rows.slots] == tokens[:, None]).any(-1)
     at_limit = positions + 1 >= options.number("limit", rows.slots)
     outcome = jnp.where(stops, STOPPED, jnp.where(at_limit, AT_LIMIT, RUNNING))
@@ -212,7 +214,7 @@ def _outcome(
 
 
 def _advance(
-    slots: Slots, rows: SampleRows, tokens: Int[Array, R], outcome: Int[Array, R]
+    slots: Slots, rows: SampleRows, tokens: Int[Array, " R"], outcome: Int[Array, " R"]
 ) -> Slots:
     """Live rows carry their token on; whatever did not end goes on decoding."""
     old_token, old_done = slots.token[rows.slots], slots.done[rows.slots]

@@ -23,9 +23,9 @@ NO_TOKEN = -1
 class Slots(NamedTuple):
     """Decode progress. `done` rows compute nothing: idle, prefilling, or stopped."""
 
-    token: Int[Array, N]  # the last token, input of the next decode step
-    position: Int[Array, N]  # where it goes: tokens already in the pool
-    done: Bool[Array, N]
+    token: Int[Array, " N"]  # the last token, input of the next decode step
+    position: Int[Array, " N"]  # where it goes: tokens already in the pool
+    done: Bool[Array, " N"]
     page_tables: tuple[Int[Array, "N W"], ...]  # by KV group
 
 
@@ -37,7 +37,7 @@ class Options(NamedTuple):
     bias_ids: Int[Array, "N biases"]
     bias_values: Float[Array, "N biases"]
 
-    def number(self, name: str, rows: Int[Array, R]) -> Array:
+    def number(self, name: str, rows: Int[Array, " R"]) -> Array:
         """One column at `rows`, floats as float32."""
         column = self.numbers[rows, COLUMNS[name]]
         return column if name in INTEGERS else lax.bitcast_convert_type(column, jnp.float32)
@@ -153,7 +153,7 @@ def pack_history(sequence: Sequence) -> list[np.ndarray]:
     return uploads
 
 
-def load_history(history: History, packed: Int[Array, size]) -> History:
+def load_history(history: History, packed: Int[Array, " size"]) -> History:
     """Add one upload of `pack_history` to a slot's history."""
     slot, flags, tokens = packed[0], packed[1], packed[2:]
     clear, output = (flags & 1) > 0, (flags & 2) > 0

@@ -48,11 +48,11 @@ class StepModel:
 class Placement(NamedTuple):
     """Where the tokens of a step go in one KV group, and what attention needs to know."""
 
-    pages: Int[Array, T]
-    offsets: Int[Array, T]
+    pages: Int[Array, " T"]
+    offsets: Int[Array, " T"]
     table: Int[Array, "N W"]
     decode_table: Int[Array, "S W"]
-    kv_lens: Int[Array, S]
+    kv_lens: Int[Array, " S"]
     tiles: Int[Array, "tiles 4"] | None
 
 
@@ -61,7 +61,7 @@ def forward(
     params: Tree,
     pools: Pools,
     slots: Slots,
-    packed: Int[Array, size],
+    packed: Int[Array, " size"],
     *,
     model: StepModel,
     shape: StepShape,
@@ -113,11 +113,11 @@ def _layer(
     params: Tree,
     x: Float[Array, "T D"],
     context: LayerContext,
-    pool: tuple[Array, Array],
+    pool: tuple[Array, " Array"],
     place: Placement,
     *,
     model: StepModel,
-) -> tuple[Float[Array, "T D"], tuple[Array, Array]]:
+) -> tuple[Float[Array, "T D"], tuple[Array, " Array"]]:
     """One layer. An inner jit, so that it is traced once and not once a layer."""
     config = model.config
     stored = pool
@@ -150,8 +150,8 @@ def _map_pages(slots: Slots, deltas: Int[Array, "G D 3"]) -> Slots:
 
 
 def _finish_rows(
-    slots: Slots, rows: Int[Array, S], live: Array, inputs: dict[str, Array], shape: StepShape
-) -> tuple[Slots, SampleRows, Int[Array, R]]:
+    slots: Slots, rows: Int[Array, " S"], live: Array, inputs: dict[str, Array], shape: StepShape
+) -> tuple[Slots, SampleRows, Int[Array, " R"]]:
     """Advance positions; the rows to sample, and where in the step's tokens each one's last is."""
     position = slots.position.at[rows].add(live.astype(jnp.int32), mode="promise_in_bounds")
     last = jnp.arange(shape.rows)

@@ -27,11 +27,11 @@ def linear(
     return product.reshape(x.shape[0], *weight.shape[:-1])
 
 
-def rms_norm(x: Float[Array, "T D"], weight: Float[Array, D], eps: float) -> Float[Array, "T D"]:
+def rms_norm(x: Float[Array, "T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "T D"]:
     """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467), statistics in float32."""
     x32 = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
+    return (x32 * scale * weight.astype(jnp.float32)[None, :]).astype(x.dtype)
 
 
 MLP_BLOCK = 64
@@ -56,6 +56,6 @@ def swiglu(gate_up: Float[Array, "T blocks 2 block"]) -> Float[Array, "T F"]:
     return (jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]).reshape(gate_up.shape[0], -1)
 
 
-def embed(table: Float[Array, "V D"], tokens: Int[Array, T]) -> Float[Array, "T D"]:
+def embed(table: Float[Array, "V D"], tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
     """Rows of the embedding table. Token ids are validated at the edge."""
     return table.at[tokens].get(mode="promise_in_bounds")

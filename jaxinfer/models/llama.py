@@ -82,11 +82,11 @@ def hf_sources(c: ModelConfig) -> dict[str, HfSource]:
     return sources
 
 
-def embed(params: Tree, c: ModelConfig, tokens: Int[Array, T]) -> Float[Array, "T D"]:
+def embed(params: Tree, c: ModelConfig, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
     return embed_rows(params["embed"], tokens)
 
 
-def layer_context(c: ModelConfig, positions: Int[Array, T]) -> LayerContext:
+def layer_context(c: ModelConfig, positions: Int[Array, " T"]) -> LayerContext:
     """What every layer of a step shares: the RoPE tables."""
     return rope_tables(c.rope, c.head_dim, positions)
 

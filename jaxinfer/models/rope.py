@@ -73,7 +73,7 @@ def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
 
 
 def rope_tables(
-    rope: RopeConfig, head_dim: int, positions: Int[Array, T]
+    rope: RopeConfig, head_dim: int, positions: Int[Array, " T"]
 ) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
     """cos and sin of every position, float32, scaled by the attention factor."""
     inv, factor = inverse_frequencies(rope, head_dim)

@@ -23,7 +23,7 @@ def paged_attention(
     k_pool: Float[Array, "P KV ps hd"],
     v_pool: Float[Array, "P KV ps hd"],
     page_table: Int[Array, "S W"],
-    kv_lens: Int[Array, S],
+    kv_lens: Int[Array, " S"],
     *,
     scale: float,
     implementation: Implementation,
@@ -60,8 +60,8 @@ def paged_prefill(
 
 def write_kv(
     pool: Float[Array, "P KV ps hd"],
-    pages: Int[Array, T],
-    offsets: Int[Array, T],
+    pages: Int[Array, " T"],
+    offsets: Int[Array, " T"],
     values: Float[Array, "T KV hd"],
 ) -> Float[Array, "P KV ps hd"]:
     """Store one token a row at (page, offset), in place when the pool is donated.

@@ -18,7 +18,7 @@ def paged_attention(
     k_pool: Float[Array, "P KV ps hd"],
     v_pool: Float[Array, "P KV ps hd"],
     page_table: Int[Array, "S W"],
-    kv_lens: Int[Array, S],
+    kv_lens: Int[Array, " S"],
     scale: float,
     dynamic: bool,
 ) -> Float[Array, "S KV G hd"]:
@@ -91,7 +91,7 @@ def _trips(
     return -(-longest // (span * page_size)) if dynamic else table.shape[1] // span
 
 
-def _positions(block: Int[Array, ""], span: int, page_size: int) -> Int[Array, T]:
+def _positions(block: Int[Array, ""], span: int, page_size: int) -> Int[Array, " T"]:
     return block * (span * page_size) + jnp.arange(span * page_size)
 
 
