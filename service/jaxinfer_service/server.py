@@ -1,0 +1,215 @@
+"""The gRPC server: one process, one model.
+
+Its life: bind the port (a taken port is an error before anything is loaded) · answer health checks
+NOT_SERVING and calls UNAVAILABLE while the model loads in a thread · SERVING · on SIGTERM or SIGINT
+drain: NOT_SERVING, waiting requests UNAVAILABLE, running ones finish · stop. A second signal ends
+the drain at once. While the engine is dead or stalled, health is NOT_SERVING and the log says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jaxinfer.frontend import EngineLink, Frontend, OnEvents, OnStop
+from jaxinfer.text import TextProcessor
+from jaxinfer_service.servicer import SERVICE_NAME, InferenceService, ServedModel
+
+logger = logging.getLogger(__name__)
+
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent twin
+    ("grpc.max_receive_message_length", 16 << 20),  # a prompt of a million token ids has 3 MB
+    # Clients may ping through a long silent prefill without being told to go away.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # A client that vanished is noticed within 40 s, and what it held is freed.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+CHECK_SECONDS = 0.25  # how often health looks at the engine
+_HANDLERS_GRACE = 5.0  # seconds for handlers to write what the drain left them
+
+
+class ListenError(RuntimeError):
+    """The address cannot be listened on; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Where to listen and how to end.
+
+    Attributes:
+        host, port: port 0 takes a free one.
+        drain_timeout: seconds that running requests have to finish after SIGTERM.
+        stall_limit: seconds without a step, while there is work, that count as a stall.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    drain_timeout: float = 30.0
+    stall_limit: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model ready to serve: its text side, and how to connect to its engine."""
+
+    names: Sequence[str]
+    text: TextProcessor
+    connect: Callable[[OnEvents, OnStop], EngineLink]
+
+
+class Server:
+    """Serves what `open_model` gives; `open_model` runs in a thread once the port is bound."""
+
+    def __init__(self, config: ServerConfig, open_model: Callable[[], OpenedModel]):
+        self.config = config
+        self.port = 0  # the real one, once bound
+        self._open_model = open_model
+        self._service = InferenceService()
+        self._health = health.aio.HealthServicer()
+        self._stopping = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    def shut_down(self) -> None:
+        """Drain and stop; the second time, stop at once. What the signals call."""
+        (self._hurry if self._stopping.is_set() else self._stopping).set()
+
+    async def run(self, on_signals: bool = True) -> bool:
+        """Serve until shut down. Returns whether the model was loaded by then.
+
+        Raises ListenError, or what `open_model` raises; then nothing is left running.
+        """
+        server = self._bind()
+        await self._set_health(serving=False)
+        await server.start()
+        if on_signals:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, self.shut_down)
+        try:
+            opened = await self._load()
+            if opened is None:
+                return False
+            await self._serve(opened)
+            return True
+        finally:
+            await self._set_health(serving=False)
+            await server.stop(0 if self._hurry.is_set() else _HANDLERS_GRACE)
+
+    def _bind(self) -> grpc.aio.Server:
+        host, port = self.config.host, self.config.port
+        check_listen(host, port)
+        server = grpc.aio.server(options=_OPTIONS)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            self.port = server.add_insecure_port(address)
+        except RuntimeError as error:  # taken since it was checked
+            raise ListenError(f"cannot listen on {address}: {error}") from error
+        server.add_generic_rpc_handlers((self._service.handler(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        return server
+
+    async def _load(self) -> OpenedModel | None:
+        """Open the model in a thread that a shutdown need not wait for; None after a shutdown."""
+        loop = asyncio.get_running_loop()
+        opened: asyncio.Future[OpenedModel] = loop.create_future()
+
+        def settle(setter: Callable[[Any], None], value: Any) -> None:
+            if not opened.done():
+                setter(value)
+
+        def load() -> None:
+            setter: Callable[[Any], None]
+            value: Any
+            try:
+                setter, value = opened.set_result, self._open_model()
+            except BaseException as error:
+                setter, value = opened.set_exception, error
+            with contextlib.suppress(RuntimeError):  # the server has gone meanwhile
+                loop.call_soon_threadsafe(settle, setter, value)
+
+        threading.Thread(target=load, name="jaxinfer-load", daemon=True).start()
+        await _first(opened, self._stopping.wait())
+        return opened.result() if opened.done() else None
+
+    async def _serve(self, opened: OpenedModel) -> None:
+        frontend = Frontend(opened.text, opened.connect, self.config.stall_limit)
+        frontend.start()
+        self._service.served = ServedModel(tuple(opened.names), frontend)
+        watch = asyncio.create_task(self._watch(frontend))
+        try:
+            await self._stopping.wait()
+            logger.info("draining", extra={"timeout": self.config.drain_timeout})
+        finally:
+            watch.cancel()
+            await self._set_health(serving=False)
+        await _first(frontend.drain(self.config.drain_timeout), self._hurry.wait())
+        await asyncio.to_thread(frontend.stop)
+        logger.info("stopped")
+
+    async def _watch(self, frontend: Frontend) -> None:
+        """Keep health true to the engine's state."""
+        before: str | None = None
+        while True:
+            reason = frontend.check()
+            if reason != before:
+                await self._set_health(serving=not reason)
+                if reason:
+                    logger.error("not serving: %s", reason)
+                else:
+                    logger.info("serving", extra={"host": self.config.host, "port": self.port})
+            before = reason
+            await asyncio.sleep(min(CHECK_SECONDS, self.config.stall_limit / 4))
+
+    async def _set_health(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
+
+
+async def _first(*awaitables: Any) -> None:
+    """Wait for the first of these; what is unfinished then is cancelled, but for futures."""
+    tasks = [a if isinstance(a, asyncio.Future) else asyncio.create_task(a) for a in awaitables]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        if isinstance(task, asyncio.Task):
+            task.cancel()
+
+
+def check_listen(host: str, port: int) -> None:
+    """Raise ListenError if the address cannot be listened on, saying what to do."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except (OSError, OverflowError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        raise ListenError(f"cannot listen on {host}:{port}: {_advice(number, error)}") from error
+
+
+def _advice(number: int | None, error: Exception) -> str:
+    if number == errno.EADDRINUSE:
+        return "the port is in use; stop what uses it or choose another --port"
+    if number == errno.EACCES:
+        return "this user may not use ports below 1024; choose another --port"
+    if number == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+        return "this machine has no such address; choose another --host"
+    return str(error)

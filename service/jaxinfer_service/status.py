@@ -1,0 +1,118 @@
+"""Errors of the runtime as gRPC statuses, with the details that clients can act on."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from jaxinfer.request import EngineStoppedError, FinishReason, QueueFullError, RequestError
+from jaxinfer.text import Finish
+from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+# Status messages and details travel in HTTP/2 trailers, of which clients take 8 KiB by default.
+MESSAGE_BYTES = 600  # percent-encoding may triple them
+DETAILS_BYTES = 3500  # base64 adds a third
+
+
+class ModelNotFoundError(LookupError):
+    """The request names a model that is not served here."""
+
+
+class DeadlineError(RuntimeError):
+    """The call's deadline passed."""
+
+
+class RequestAbortedError(RuntimeError):
+    """The request was ended from elsewhere."""
+
+
+class RequestFailedError(RuntimeError):
+    """The engine failed on this request; others go on."""
+
+
+_CODES: dict[type[Exception], grpc.StatusCode] = {
+    RequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    EngineStoppedError: grpc.StatusCode.UNAVAILABLE,
+    ModelNotFoundError: grpc.StatusCode.NOT_FOUND,
+    DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    RequestAbortedError: grpc.StatusCode.ABORTED,
+    RequestFailedError: grpc.StatusCode.INTERNAL,
+}
+
+
+def check_finish(finish: Finish | None) -> None:
+    """Raise for an end that is no answer."""
+    if finish is None:
+        return
+    if finish.reason is FinishReason.DEADLINE:
+        raise DeadlineError("the deadline passed before the output was complete")
+    if finish.reason is FinishReason.CANCELLED:
+        raise RequestAbortedError("the request was aborted on the server")
+    if finish.reason is FinishReason.ERROR:
+        raise RequestFailedError(finish.error)
+
+
+async def abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
+    """End a call with the status of an error. An error nobody foresaw is logged and INTERNAL."""
+    code = _CODES.get(type(error))
+    message = str(error)
+    if code is None:
+        logger.error("a call failed unexpectedly", exc_info=error)
+        code, message = grpc.StatusCode.INTERNAL, "an error of the server; see its log"
+    trailers: list[tuple[str, str | bytes]] = []
+    message = _clip(message, MESSAGE_BYTES)
+    if details := _details(error):
+        packed = any_pb2.Any()
+        packed.Pack(details)
+        status = status_pb2.Status(code=_number(code), message=message, details=[packed])
+        trailers.append(("grpc-status-details-bin", status.SerializeToString()))
+    if isinstance(error, QueueFullError):
+        trailers.append(("grpc-retry-pushback-ms", str(math.ceil(error.retry_after * 1000))))
+    await context.abort(code, message, tuple(trailers))
+
+
+def _details(error: Exception) -> Message | None:
+    if isinstance(error, RequestError):
+        return _bad_request(error)
+    if isinstance(error, QueueFullError):
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(math.ceil(error.retry_after * 1e9))
+        return error_details_pb2.RetryInfo(retry_delay=delay)
+    return None
+
+
+def _bad_request(error: RequestError) -> error_details_pb2.BadRequest:
+    """As many violations as fit."""
+    details = error_details_pb2.BadRequest()
+    for violation in error.violations:
+        entry = error_details_pb2.BadRequest.FieldViolation(
+            field=_clip(_path(violation.field), 100), description=_clip(violation.message, 500)
+        )
+        if details.ByteSize() + entry.ByteSize() > DETAILS_BYTES - MESSAGE_BYTES:
+            break
+        details.field_violations.append(entry)
+    return details
+
+
+def _path(field: str) -> str:
+    """A field's path within the request's message."""
+    in_sampling = field.partition("[")[0] in pb.Sampling.DESCRIPTOR.fields_by_name
+    return f"sampling.{field}" if in_sampling else field
+
+
+def _clip(text: str, limit: int) -> str:
+    """At most `limit` bytes of UTF-8."""
+    data = text.encode(errors="replace")
+    return text if len(data) <= limit else data[: limit - 3].decode(errors="ignore") + "..."
+
+
+def _number(code: grpc.StatusCode) -> int:
+    return code_pb2.Code.Value(code.name)

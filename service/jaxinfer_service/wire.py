@@ -1,0 +1,124 @@
+"""Between the wire's messages and the runtime's own types. Nothing here knows of a server."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from jaxinfer.request import FinishReason, RequestError, SamplingParams, TokenLogprobs, Violation
+from jaxinfer.text import Delta, Finish, Prompt
+from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
+
+_SCALARS = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "seed", "max_new_tokens", "include_stop", "ignore_eos", "logprobs",
+    "skip_special_tokens",
+)  # fmt: skip
+
+_REASONS = {
+    FinishReason.EOS: pb.FINISH_REASON_EOS,
+    FinishReason.STOP_ID: pb.FINISH_REASON_STOP_ID,
+    FinishReason.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+
+def parse[M: Message](kind: type[M], data: bytes) -> M:
+    """A message from its bytes. Raises RequestError for bytes or fields that are not its own."""
+    name = kind.DESCRIPTOR.name
+    try:
+        message = kind.FromString(data)
+    except DecodeError as error:
+        raise RequestError([Violation(name, f"cannot be decoded: {error}")]) from error
+    unknown = list(itertools.islice(_unknown_fields(message), 8))
+    if unknown:
+        why = "is not known to this server, which would ignore it; leave it out"
+        raise RequestError([Violation(field, why) for field in unknown])
+    return message
+
+
+def _unknown_fields(message: Message) -> Iterator[str]:
+    """Names like Sampling.field_99 of what the sender set and this version does not know."""
+    unknown = UnknownFieldSet(message)
+    for index in range(len(unknown)):
+        yield f"{message.DESCRIPTOR.name}.field_{unknown[index].field_number}"
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        for part in value if field.is_repeated else (value,):
+            yield from _unknown_fields(part)
+
+
+def prompt_of(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
+    """The prompt of a request. Raises RequestError when there is none."""
+    kind = request.WhichOneof("prompt")
+    if kind == "text":
+        return request.text
+    if kind == "token_ids" and isinstance(request, pb.GenerateRequest):
+        return list(request.token_ids.ids)
+    if kind == "chat" and request.chat.messages:
+        return [{"role": m.role, "content": m.content} for m in request.chat.messages]
+    message = "has no messages; give at least one" if kind == "chat" else "is missing; set one"
+    raise RequestError([Violation(kind or "prompt", message)])
+
+
+def params_of(sampling: pb.Sampling) -> SamplingParams:
+    """Sampling parameters: what is set, and the defaults."""
+    given = {name: getattr(sampling, name) for name in _SCALARS if sampling.HasField(name)}
+    return SamplingParams(
+        **given,
+        logit_bias=tuple(sampling.logit_bias.items()),
+        stop=tuple(sampling.stop),
+        stop_token_ids=tuple(sampling.stop_token_ids),
+    )
+
+
+def fill(message: pb.GenerateResponse | pb.GenerateChunk, delta: Delta) -> None:
+    """Put a delta's text, tokens and logprobs into a message."""
+    message.text = delta.text
+    message.token_ids.extend(delta.token_ids)
+    message.logprobs.extend(
+        _logprobs(token, entry) for token, entry in zip(delta.token_ids, delta.logprobs)
+    )
+
+
+def fill_end(
+    message: pb.GenerateResponse | pb.GenerateChunk,
+    delta: Delta,
+    prompt_tokens: int,
+    generated_tokens: int,
+) -> None:
+    """Put the end of an output into a message: why, how much, how long."""
+    assert delta.finish is not None and delta.timing is not None
+    message.finish.CopyFrom(_finish(delta.finish))
+    message.usage.prompt_tokens = prompt_tokens
+    message.usage.generated_tokens = generated_tokens
+    message.timing.queued = delta.timing.queued or 0.0
+    message.timing.first_token = delta.timing.first_token or 0.0
+    message.timing.total = delta.timing.total
+
+
+def _finish(finish: Finish) -> pb.Finish:
+    message = pb.Finish(reason=_REASONS[finish.reason])
+    if isinstance(finish.stop, str):
+        message.stop_string = finish.stop
+    elif finish.stop is not None:
+        message.stop_token_id = finish.stop
+    return message
+
+
+def _logprobs(token: int, entry: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        chosen=pb.TokenLogprob(token_id=token, logprob=entry.logprob),
+        top=[pb.TokenLogprob(token_id=i, logprob=value) for i, value in entry.top],
+    )
+
+
+def check_tokenize(request: pb.TokenizeRequest) -> None:
+    """Refuse what a chat's template would ignore. Raises RequestError."""
+    if request.WhichOneof("prompt") == "chat" and request.HasField("add_special_tokens"):
+        why = "is set for a chat, whose template decides by itself; leave it out"
+        raise RequestError([Violation("add_special_tokens", why)])

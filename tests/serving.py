@@ -1,0 +1,61 @@
+"""Runs the real gRPC server over a scripted engine, in the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+
+from fake_engine import byte_tokenizer
+from jaxinfer_service.client import AsyncClient
+from jaxinfer_service.server import OpenedModel, Server, ServerConfig
+
+from jaxinfer.engine_thread import EngineThread
+from jaxinfer.text import TextProcessor
+
+TOKENIZER = byte_tokenizer()
+
+
+def opened(engine, names=("fake",)) -> OpenedModel:
+    return OpenedModel(
+        names=names,
+        text=TextProcessor(TOKENIZER, TOKENIZER.eos_ids, engine.limits),
+        connect=lambda on_events, on_stop: EngineThread(engine, on_events, on_stop),
+    )
+
+
+@contextlib.asynccontextmanager
+async def serving(engine, **config):
+    """(server, client) once it is SERVING."""
+    server = Server(ServerConfig(port=0, **config), lambda: opened(engine))
+    task = asyncio.create_task(server.run(on_signals=False))
+    while not server.port:
+        if task.done():
+            task.result()
+        await asyncio.sleep(0.01)
+    try:
+        async with AsyncClient(f"127.0.0.1:{server.port}") as client:
+            await client.wait_ready(10)
+            yield server, client
+    finally:
+        engine.gate.set()
+        server.shut_down()
+        server.shut_down()
+        await task
+
+
+async def until(condition, timeout=5.0):
+    """Wait for a condition that other tasks and threads bring about."""
+    async with asyncio.timeout(timeout):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def in_loop(test):
+    """Make a coroutine function a test."""
+
+    @functools.wraps(test)
+    def wrapper(*args, **kwargs):
+        asyncio.run(test(*args, **kwargs))
+
+    return wrapper
