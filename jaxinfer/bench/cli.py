@@ -1,0 +1,261 @@
+"""`jaxinfer bench throughput | latency | steps`. `serve` is added where the transport is known."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from jaxinfer.bench import report
+from jaxinfer.bench.workload import DATASETS, Dataset, WorkItem, make_workload
+
+app = typer.Typer(no_args_is_help=True, help="Measure throughput, latency, steps, and a server.")
+
+Model = Annotated[
+    str, typer.Argument(help="An Orbax or Hugging Face folder, a .gguf file, or `demo`.")
+]
+Dtype = Annotated[str | None, typer.Option(help="Weights and activations; default: as stored.")]
+NumPrompts = Annotated[int, typer.Option(help="Requests to run.")]
+InputLen = Annotated[int, typer.Option(help="Prompt tokens of a synthetic request.")]
+OutputLen = Annotated[int, typer.Option(help="Output tokens of a synthetic request.")]
+DatasetName = Annotated[
+    str, typer.Option(help=f"{' or '.join(DATASETS)}: fixed lengths, or lengths as in real chats.")
+]
+Seed = Annotated[int, typer.Option(help="Prompts, lengths and arrivals follow from it.")]
+JsonTo = Annotated[str | None, typer.Option("--json", help="Write JSON to a file; -: to stdout.")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Prompt + output tokens of one sequence; default: the model's.")
+]
+ChunkTokens = Annotated[int, typer.Option(help="Prompt tokens one step may prefill.")]
+PoolBytes = Annotated[int | None, typer.Option(help="Bytes of the KV pool; default: automatic.")]
+
+
+@app.command()
+def throughput(
+    model: Model,
+    num_prompts: NumPrompts = 64,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 64,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", "--max-num-seqs", help="Requests that run at once.")
+    ] = 32,
+    dataset: DatasetName = "synthetic",
+    seed: Seed = 0,
+    dtype: Dtype = None,
+    max_model_len: MaxModelLen = None,
+    max_num_batched_tokens: ChunkTokens = 512,
+    kv_pool_bytes: PoolBytes = None,
+    json_to: JsonTo = None,
+) -> None:
+    """Run many requests through the engine, without a server: requests and tokens a second."""
+    from jaxinfer.bench import offline
+
+    with report.progress_bar() as progress:
+        options = (dtype, concurrency, max_model_len, max_num_batched_tokens, kv_pool_bytes)
+        bench = _start(model, *options, progress)
+        items = _workload(bench.engine, dataset, num_prompts, input_len, output_len, seed)
+        result = offline.throughput(bench.engine, items, concurrency, progress)
+    report.publish(
+        "Throughput, offline",
+        {
+            "requests / s": result["requests_per_second"],
+            "prompt tokens / s": result["prompt_tokens_per_second"],
+            "output tokens / s": result["output_tokens_per_second"],
+            "decode tokens / s, all streams running": result["decode_tokens_per_second"],
+            "prefill tokens / s, first wave": result["prefill_tokens_per_second"],
+            "seconds": result["elapsed_time"],
+        },
+        _with_context(result, bench, dataset, seed),
+        json_to,
+    )
+
+
+@app.command()
+def latency(
+    model: Model,
+    batch_size: Annotated[int, typer.Option(help="Requests of one batch.")] = 8,
+    input_len: InputLen = 32,
+    output_len: OutputLen = 128,
+    num_iters: Annotated[int, typer.Option(help="Batches to time.")] = 10,
+    num_iters_warmup: Annotated[int, typer.Option(help="Batches before that.")] = 2,
+    seed: Seed = 0,
+    dtype: Dtype = None,
+    max_model_len: MaxModelLen = None,
+    max_num_batched_tokens: ChunkTokens = 512,
+    kv_pool_bytes: PoolBytes = None,
+    json_to: JsonTo = None,
+) -> None:
+    """Time one batch of requests from submission to its last token."""
+    from jaxinfer.bench import offline
+
+    with report.progress_bar() as progress:
+        options = (dtype, batch_size, max_model_len, max_num_batched_tokens, kv_pool_bytes)
+        bench = _start(model, *options, progress)
+        items = _workload(bench.engine, "synthetic", batch_size, input_len, output_len, seed)
+        try:
+            result = offline.latency(bench.engine, items, num_iters, num_iters_warmup, progress)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    percentiles = result["percentiles"]
+    report.publish(
+        f"Latency of a batch of {batch_size}, seconds",
+        {
+            "mean": result["avg_latency"],
+            **{f"p{p}": percentiles[p] for p in ("50", "90", "99")},
+            "batches": len(result["latencies"]),
+        },
+        _with_context(result, bench, "synthetic", seed),
+        json_to,
+    )
+
+
+@app.command()
+def steps(
+    model: Annotated[
+        str | None, typer.Argument(help="As for throughput; leave out with --fake-model.")
+    ] = None,
+    fake_model: Annotated[
+        bool,
+        typer.Option("--fake-model", help="A model that computes nothing: the host's cost alone."),
+    ] = False,
+    fake_layers: Annotated[
+        int, typer.Option(help="Layers of the fake model: they set the number of arguments.")
+    ] = 32,
+    num_prompts: Annotated[
+        int | None, typer.Option(help="Requests to run; default: one a slot.")
+    ] = None,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 64,
+    concurrency: Annotated[
+        int | None,
+        typer.Option("--concurrency", "--max-num-seqs", help="Default: 32; fake model: 256."),
+    ] = None,
+    seed: Seed = 0,
+    dtype: Dtype = None,
+    max_model_len: MaxModelLen = None,
+    max_num_batched_tokens: ChunkTokens = 512,
+    kv_pool_bytes: PoolBytes = None,
+    json_to: JsonTo = None,
+) -> None:
+    """Time steps: what the engine's thread does, and each program on the device."""
+    from jaxinfer.bench.steps import steps_report
+
+    if (model is None) != fake_model:
+        raise typer.BadParameter("name a MODEL, or give --fake-model instead of one")
+    slots = concurrency or (256 if fake_model else 32)
+    with report.progress_bar() as progress:
+        options = (slots, max_model_len, max_num_batched_tokens, kv_pool_bytes)
+        bench = (
+            _start(model, dtype, *options, progress)
+            if model is not None
+            else _start_fake(fake_layers, *options, progress)
+        )
+        count = num_prompts or slots
+        items = _workload(bench.engine, "synthetic", count, input_len, output_len, seed)
+        result = steps_report(bench.engine, items, min(slots, count), progress)
+    report.publish(
+        "Steps, milliseconds",
+        _steps_rows(result),
+        _with_context(result, bench, "synthetic", seed),
+        json_to,
+    )
+
+
+def _steps_rows(result: dict[str, Any]) -> dict[str, Any]:
+    """The table of `steps`: the engine's thread first, then the programs, costliest first."""
+    rows: dict[str, Any] = {"steps": result["num_steps"]}
+    for name, title in (("host_all", "all steps"), ("host_decode", "full decode steps")):
+        host = result[name]
+        rows |= {
+            f"{title}: wall, median": host["wall_ms"]["median"],
+            f"{title}: engine thread's CPU, median": host["cpu_ms"]["median"],
+            f"{title}: engine thread's CPU, mean": host["cpu_ms"]["mean"],
+            f"{title}: CPU share of the wall clock": host["cpu_share"],
+        }
+    for name, program in result["programs"].items():
+        rows[f"{name} (x{program['runs']}), median"] = program["median"]
+    return rows
+
+
+def _start(
+    model: str,
+    dtype: str | None,
+    slots: int,
+    max_model_len: int | None,
+    chunk: int,
+    pool_bytes: int | None,
+    progress: report.Report,
+) -> Any:
+    from jaxinfer.bench import setup
+    from jaxinfer.checkpoints import CheckpointError
+
+    try:
+        loaded = setup.load(model, dtype, progress)
+    except CheckpointError as error:
+        raise typer.BadParameter(str(error)) from error
+    return setup.start(
+        loaded, _config(loaded.dtype, slots, max_model_len, chunk, pool_bytes), progress
+    )
+
+
+def _start_fake(
+    layers: int,
+    slots: int,
+    max_model_len: int | None,
+    chunk: int,
+    pool_bytes: int | None,
+    progress: report.Report,
+) -> Any:
+    from jaxinfer.bench import setup
+    from jaxinfer.bench.do_nothing import do_nothing_model
+
+    loaded = do_nothing_model(layers, max_position=max_model_len or 4096)
+    return setup.start(
+        loaded, _config(loaded.dtype, slots, max_model_len, chunk, pool_bytes), progress
+    )
+
+
+def _config(
+    dtype: str, slots: int, max_model_len: int | None, chunk: int, pool_bytes: int | None
+) -> Any:
+    from jaxinfer.config import EngineConfig
+
+    return EngineConfig(
+        max_num_seqs=slots,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=chunk,
+        kv_pool_bytes=pool_bytes,
+        dtype=dtype,
+    )
+
+
+def _workload(
+    engine: Any, dataset: str, num_prompts: int, input_len: int, output_len: int, seed: int
+) -> list[WorkItem]:
+    limits = engine.limits
+    lengths = (num_prompts, input_len, output_len)
+    try:
+        return make_workload(
+            dataset_name(dataset), *lengths, limits.vocab_size, limits.max_tokens, seed
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def dataset_name(name: str) -> Dataset:
+    """The data set of that name. Raises typer.BadParameter naming the known ones."""
+    for known in DATASETS:
+        if name == known:
+            return known
+    raise typer.BadParameter(f"--dataset {name!r} is not one of {', '.join(DATASETS)}")
+
+
+def _with_context(result: dict[str, Any], bench: Any, dataset: str, seed: int) -> dict[str, Any]:
+    """The result with what it was measured on and how."""
+    return {
+        **report.environment(),
+        **bench.describe(),
+        "dataset": dataset,
+        "seed": seed,
+        **result,
+    }
