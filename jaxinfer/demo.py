@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from pathlib import Path
 import platformdirs
 
 from jaxinfer.checkpoints import CheckpointError, convert
-from jaxinfer.checkpoints.orbax_io import FORMAT_VERSION, is_orbax_folder
+from jaxinfer.checkpoints.orbax_io import FORMAT_VERSION, is_current
 from jaxinfer.checkpoints.source import Progress
 
 DEMO = "demo"
@@ -41,15 +42,16 @@ def demo_checkpoint(progress: Progress | None = None) -> Path:
     Raises CheckpointError when it cannot be fetched or is not the file it should be.
     """
     path = cache_folder() / f"smollm2-135m-instruct-{DTYPE}-v{FORMAT_VERSION}"
-    if is_orbax_folder(path):
+    if is_current(path):
         return path
+    shutil.rmtree(path, ignore_errors=True)  # what an older version of jaxinfer left
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".demo-", dir=path.parent) as scratch:
         gguf = _fetch(Path(scratch), progress)
         try:
             convert(gguf, path, DTYPE, progress)
         except CheckpointError:
-            if not is_orbax_folder(path):  # else another process was faster, with the same bytes
+            if not is_current(path):  # else another process was faster, with the same bytes
                 raise
     return path
 

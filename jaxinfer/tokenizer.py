@@ -39,6 +39,7 @@ class Tokenizer:
 
     Attributes:
         raw: the `tokenizers.Tokenizer`, for decoding streams. Encode through this class instead.
+        vocab_size: one more than the largest id, added tokens included.
         eos_ids: the ids that end the model's output.
         config: tokenizer_config.json as a dict (special tokens' names, chat template).
     """
@@ -58,11 +59,12 @@ class Tokenizer:
         self.config = config
         self.raw.no_padding()
         self.raw.no_truncation()
-        self.vocab_size = self.raw.get_vocab_size(with_added_tokens=True)
+        last_added = max(self.raw.get_added_tokens_decoder(), default=-1)
+        self.vocab_size = max(self.raw.get_vocab_size(with_added_tokens=True), last_added + 1)
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         for i in self.eos_ids:
-            if self.raw.id_to_token(i) is None:
-                raise ValueError(f"EOS id {i} is not in the vocabulary of {self.vocab_size}")
+            if not isinstance(i, int) or not 0 <= i < self.vocab_size:
+                raise ValueError(f"EOS id {i!r} is not in the vocabulary of {self.vocab_size}")
         self._install_guard()
         self._template = self._compile_template()
 
@@ -73,8 +75,11 @@ class Tokenizer:
         late = [t for t in added if t.special and t.normalized]
         if late:  # these would be searched for after the guards are gone
             self.raw.add_special_tokens([_search_early(t) for t in late])
-        self._guard = "".join(secrets.choice(_NONCHARACTERS) for _ in range(16))
-        steps = [normalizers.Replace(self._guard, "")]
+        self._guard = _random_characters()
+        # A special token of one character has no inside to put a guard in.
+        self._stand_ins = {t: _random_characters() for t in special if len(t) == 1}
+        steps: list[Any] = [normalizers.Replace(s, t) for t, s in self._stand_ins.items()]
+        steps.append(normalizers.Replace(self._guard, ""))
         if self.raw.normalizer is not None:
             steps.append(self.raw.normalizer)
         self.raw.normalizer = normalizers.Sequence(steps)
@@ -120,8 +125,9 @@ class Tokenizer:
             return text
         cut, parts = 0, []
         for match in self._spelled.finditer(text):
-            parts.append(text[cut : match.start() + 1])
-            cut = match.start() + 1
+            start, first = match.start(), text[match.start()]
+            parts.append(text[cut:start] + self._stand_ins.get(first, first))
+            cut = start + 1
         return self._guard.join([*parts, text[cut:]])
 
     # -- chat ---------------------------------------------------------------------------------
@@ -138,7 +144,10 @@ class Tokenizer:
         **kwargs: Any,
     ) -> str:
         """The text a conversation becomes. Raises ChatTemplateError as `apply_chat_template`."""
-        return self._render(messages, add_generation_prompt, tools, kwargs).replace(self._guard, "")
+        text = self._render(messages, add_generation_prompt, tools, kwargs)
+        for character, stand_in in self._stand_ins.items():
+            text = text.replace(stand_in, character)
+        return text.replace(self._guard, "")
 
     def apply_chat_template(
         self,
@@ -164,12 +173,17 @@ class Tokenizer:
     ) -> str:
         if self._template is None:
             raise ChatTemplateError("this model has no chat template; send a text prompt instead")
-        return self._template.render(
+        text = self._template.render(
             messages=self._guard_all(messages),
             tools=self._guard_all(tools),
             add_generation_prompt=add_generation_prompt,
             **self._guard_all(kwargs),
         )
+        for mark in (self._guard, *self._stand_ins.values()):
+            text = text.replace(
+                json.dumps(mark)[1:-1], mark
+            )  # a template may write ASCII-only JSON
+        return text
 
     def _guard_all(self, value: Any) -> Any:
         """Guard every string of a JSON-like value. A string that starts or ends like part of a
@@ -220,6 +234,10 @@ class Tokenizer:
         (folder / TOKENIZER_FILE).write_text(self._definition, "utf-8")
         _write_json(folder / CONFIG_FILE, self.config)
         _write_json(folder / GENERATION_FILE, {"eos_token_id": list(self.eos_ids)})
+
+
+def _random_characters() -> str:
+    return "".join(secrets.choice(_NONCHARACTERS) for _ in range(16))
 
 
 def _search_early(token: AddedToken) -> AddedToken:

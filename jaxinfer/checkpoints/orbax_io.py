@@ -13,13 +13,15 @@ bit, so `jaxinfer.json` lists every file with its size and checksum, and restori
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import shutil
 import uuid
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ import jax
 import numpy as np
 
 from jaxinfer.checkpoints.errors import CheckpointError
-from jaxinfer.checkpoints.source import summarise
+from jaxinfer.checkpoints.source import non_finite, summarise
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of
 from jaxinfer.params import ParamSpec, Tree, map_specs, named_leaves
@@ -65,16 +67,22 @@ def save(
 ) -> None:
     """Write a checkpoint folder at `path`, which appears only when it is complete.
 
-    `params` may hold NumPy or JAX arrays. Raises CheckpointError when `path` exists.
+    `params` may hold NumPy or JAX arrays. Raises CheckpointError when `path` exists, and for NaN
+    or Inf values: with the checksums, that makes looking for them at every restore needless.
     """
     if path.exists():
         raise CheckpointError(f"{path} exists already; remove it or choose another destination")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    tensors = {}
+    for name, array in named_leaves(params):
+        if bad := non_finite(np.asarray(array)):
+            raise CheckpointError(f"{name}: {bad} of {array.size} values are NaN or Inf")
+        tensors[name] = [list(array.shape), array.dtype.name]
     try:
         tokenizer.save(partial / TOKENIZER)
-        _checkpointer().save((partial / PARAMS).absolute(), _save_args(params))
-        tensors = {n: [list(a.shape), a.dtype.name] for n, a in named_leaves(params)}
+        with _without_warnings():
+            _checkpointer().save((partial / PARAMS).absolute(), _save_args(params))
         manifest = {
             "format_version": FORMAT_VERSION,
             "config": config.to_json(),
@@ -129,16 +137,31 @@ def restore(
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
         checks = [pool.submit(_check_file, folder, *item) for item in manifest.files.items()]
         _check_sizes(folder, manifest)
+        failure, params = None, None
         try:
             params = _checkpointer(largest + 1).restore(
                 folder, _restore_args(specs, dtype, sharding_of)
             )
         except Exception as error:  # Orbax and TensorStore raise many kinds
-            raise CheckpointError(f"{folder} cannot be restored: {error}") from error
+            failure = error
         changed = [problem for check in checks if (problem := check.result())]
     if changed:
-        raise CheckpointError(summarise(str(path), changed))
+        raise CheckpointError(summarise(str(path), changed)) from failure
+    if failure:
+        raise CheckpointError(f"{folder} cannot be restored: {failure}") from failure
     return params
+
+
+def is_current(path: Path) -> bool:
+    """Whether a folder's parameters have the shapes that this version's families expect."""
+    try:
+        manifest = read_manifest(path)
+        _check_tensors(
+            path, manifest, family_of(manifest.config.family).param_specs(manifest.config)
+        )
+    except ValueError:
+        return False
+    return True
 
 
 def _check_tensors(path: Path, manifest: Manifest, specs: Tree) -> None:
@@ -195,6 +218,18 @@ def _inventory(folder: Path) -> dict[str, list[int]]:
 
 
 # Orbax takes a while to import, so only those who save or restore do.
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Orbax warns of each save that it has no OCDBT files to merge: we write none."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _checkpointer(restore_bytes: int | None = None) -> Any:
