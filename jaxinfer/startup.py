@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxinfer.compile_watch import CompileWatch
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine import Engine
 from jaxinfer.kv_pool import KVGroup, empty_pools, pages_for
 from jaxinfer.memory_plan import plan_memory
+from jaxinfer.models import family_of
+from jaxinfer.params import ParamSpec
 from jaxinfer.paths import cache_dir
-from jaxinfer.programs import Programs, Progress, compile_programs, step_shapes
+from jaxinfer.programs import Progress, compile_programs, step_shapes
 from jaxinfer.runner import Runner
 from jaxinfer.scheduler import Scheduler, SchedulerLimits
+from jaxinfer.sharding import (
+    make_mesh,
+    param_shardings,
+    pool_sharding,
+    replicated,
+    sharding_of,
+)
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
 from jaxinfer.step import StepModel
 from jaxinfer.validation import EngineLimits
@@ -47,6 +59,7 @@ def build_engine(
     Raises MemoryPlanError when it does not fit, ValueError for limits that contradict the model.
     """
     use_compilation_cache()
+    mesh = _mesh(config)
     max_model_len = _max_model_len(model.config, config)
     slots = empty_slots(config.max_num_seqs, (pages_for(max_model_len, config.page_size),))
     options = empty_options(config.max_num_seqs)
@@ -62,12 +75,22 @@ def build_engine(
     )
     for line in memory.lines(groups[0], max_model_len):
         logger.info(line)
-    state = (model.params, empty_pools(groups), slots, options, history)
-    programs, seconds = _compile(model.config, config, groups, state, device, progress)
-    logger.info(
-        f"{len(programs.forward) + len(programs.sample) + 2} programs ready in {seconds:.1f} s, "
-        f"largest temporary {programs.temp_bytes / 2**20:.0f} MiB"
+    pool_place = None if mesh is None else pool_sharding(groups[0].layer_shape, mesh)
+    params = model.params
+    if mesh is not None:
+        placement = param_shardings(family_of(model.config.family).param_specs(model.config), mesh)
+        params = jax.device_put(params, placement)  # moves nothing that was loaded in place
+        slots, options, history = jax.device_put((slots, options, history), replicated(mesh))
+    state = (params, empty_pools(groups, pool_place), slots, options, history)
+    step_model = StepModel(model.config, groups, _attention(device), mesh)
+    shapes = step_shapes(
+        config.max_num_seqs, config.max_num_batched_tokens, config.page_size, len(groups)
     )
+    started = time.monotonic()
+    programs = compile_programs(step_model, shapes, state, progress)
+    count, seconds = len(programs.forward) + len(programs.sample) + 2, time.monotonic() - started
+    temporary = programs.temp_bytes / 2**20
+    logger.info(f"{count} programs ready in {seconds:.1f} s, largest temporary {temporary:.0f} MiB")
     if programs.temp_bytes + programs.logits_bytes > memory.workspace_bytes:
         raise RuntimeError(
             f"the largest program needs {programs.temp_bytes} bytes of temporaries and "
@@ -97,21 +120,20 @@ def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:
     return config.max_model_len
 
 
-def _compile(
-    model: ModelConfig,
-    config: EngineConfig,
-    groups: tuple[KVGroup, ...],
-    state: tuple[Any, ...],
-    device: jax.Device,
-    progress: Progress | None,
-) -> tuple[Programs, float]:
-    start = time.monotonic()
-    attention: Implementation = "reference" if device.platform == "cpu" else "reference_static"
-    shapes = step_shapes(
-        config.max_num_seqs, config.max_num_batched_tokens, config.page_size, len(groups)
-    )
-    programs = compile_programs(StepModel(model, groups, attention), shapes, state, progress)
-    return programs, time.monotonic() - start
+def _mesh(config: EngineConfig) -> Mesh | None:
+    """The devices one model replica is sharded over; None for a single one."""
+    size = config.tensor_parallel_size
+    return None if size == 1 else make_mesh(jax.devices(), size)
+
+
+def param_placement(config: EngineConfig) -> Callable[[ParamSpec], Any] | None:
+    """Where `load_model` should put each parameter, so that no device ever holds them all."""
+    mesh = _mesh(config)
+    return None if mesh is None else functools.partial(sharding_of, mesh=mesh)
+
+
+def _attention(device: jax.Device) -> Implementation:
+    return "reference" if device.platform == "cpu" else "reference_static"
 
 
 def _scheduler(config: EngineConfig, groups: tuple[KVGroup, ...]) -> Scheduler:
