@@ -59,6 +59,13 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
         raise ValueError("tokenizer.ggml.tokens is missing or empty")
+    if len(set(tokens)) != len(tokens):
+        raise ValueError("tokenizer.ggml.tokens holds the same token twice")
+    types = metadata.get("tokenizer.ggml.token_type")
+    if types is not None and len(types) != len(tokens):
+        raise ValueError(
+            f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
+        )
     if model == "gpt2":
         raw = _byte_level_bpe(metadata, tokens)
     elif model == "llama":
@@ -78,13 +85,9 @@ def _byte_level_bpe(metadata: dict[str, Any], tokens: list[str]) -> RawTokenizer
     merges = metadata.get("tokenizer.ggml.merges")
     if merges is None:
         raise ValueError("tokenizer.ggml.merges is missing")
-    raw = RawTokenizer(
-        models.BPE(
-            vocab={token: i for i, token in enumerate(tokens)},
-            merges=[_pair(merge) for merge in merges],
-            ignore_merges=pre in _WHOLE_WORDS_FIRST,
-        )
-    )
+    vocab = {token: i for i, token in enumerate(tokens)}
+    pairs = [_pair(merge, vocab) for merge in merges]
+    raw = RawTokenizer(models.BPE(vocab, pairs, ignore_merges=pre in _WHOLE_WORDS_FIRST))
     if pre in _COMPOSED:
         raw.normalizer = normalizers.NFC()
     raw.pre_tokenizer = _PRE_TOKENIZERS[pre]()
@@ -92,10 +95,12 @@ def _byte_level_bpe(metadata: dict[str, Any], tokens: list[str]) -> RawTokenizer
     return raw
 
 
-def _pair(merge: str) -> tuple[str, str]:
+def _pair(merge: str, vocab: dict[str, int]) -> tuple[str, str]:
     left, space, right = merge.partition(" ")
     if not space:
         raise ValueError(f"tokenizer.ggml.merges: {merge!r} is not a pair")
+    if missing := {left, right, left + right} - vocab.keys():
+        raise ValueError(f"tokenizer.ggml.merges: {merge!r} needs missing tokens {missing}")
     return left, right
 
 
@@ -115,6 +120,8 @@ def _sentencepiece_bpe(metadata: dict[str, Any], tokens: list[str]) -> RawTokeni
         pairs = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
         merges += sorted(pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    if not 0 <= unknown < len(tokens):
+        raise ValueError(f"tokenizer.ggml.unknown_token_id = {unknown}, of {len(tokens)} tokens")
     raw = RawTokenizer(
         models.BPE(
             vocab=vocab,

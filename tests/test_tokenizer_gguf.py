@@ -1,0 +1,143 @@
+"""Tokenizers built from GGUF metadata: known splits, SentencePiece's own ids, refusals by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import pre_tokenizers
+
+from jaxinfer.checkpoints.gguf_tokenizer import build_tokenizer
+from jaxinfer.tokenizer import Tokenizer
+
+SENTENCEPIECE = Path(__file__).parent / "fixtures" / "oracles" / "sentencepiece.json"
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+# Merges that would join anything a wrong split leaves together.
+MERGES = ["1 2", "3 4", "12 34", "Ċ Ċ", ": ĊĊ", "Ġ a", "' S", ". Ċ", "ĊĊ 1", "Ġ 1"]
+
+
+def byte_level(pre: str, /, **changes: Any) -> dict[str, Any]:
+    """Metadata of a byte-level vocabulary."""
+    tokens = ["<eos>", "<think>", *ALPHABET, *dict.fromkeys(m.replace(" ", "") for m in MERGES)]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": MERGES,
+        "tokenizer.ggml.token_type": [3, 4] + [1] * (len(tokens) - 2),
+        "tokenizer.ggml.eos_token_id": 0,
+    } | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+    return {key: value for key, value in metadata.items() if value is not None}
+
+
+def pieces(tokenizer: Tokenizer, text: str) -> list[str | None]:
+    return [tokenizer.id_to_token(i) for i in tokenizer.encode(text)]
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "wanted"),
+    [
+        ("gpt-2", "1234", ["1234"]),
+        ("smollm", "1234", ["1", "2", "3", "4"]),
+        ("llama-bpe", "1234", ["12", "3", "4"]),  # threes from the left: 123, 4
+        ("qwen2", "1234", ["1", "2", "3", "4"]),
+        ("gpt-2", ":\n\n1", [":", "Ċ", "Ċ", "1"]),  # the last space before a word goes with it
+        ("smollm", ":\n\n1", [":", "ĊĊ", "1"]),  # digits are set apart before that rule
+        ("llama-bpe", ":\n\n1", [":ĊĊ", "1"]),  # punctuation takes the line ends along
+        ("qwen2", ":\n\n1", [":ĊĊ", "1"]),
+        ("smollm", " 1", ["Ġ", "1"]),
+        ("gpt-2", " 1", ["Ġ1"]),
+        ("gpt-2", "'S", ["'", "S"]),  # only lower-case contractions are kept together
+        ("llama-bpe", "'S", ["'S"]),
+        ("smollm", "a a", ["a", "Ġa"]),
+    ],
+)
+def test_splits(pre: str, text: str, wanted: list[str]) -> None:
+    assert pieces(build_tokenizer(byte_level(pre)), text) == wanted
+
+
+def test_qwen2_composes_characters_and_others_do_not() -> None:
+    decomposed, composed = "e\u0301", "\u00e9"
+    qwen2 = build_tokenizer(byte_level("qwen2"))
+    gpt2 = build_tokenizer(byte_level("gpt-2"))
+    assert qwen2.encode(decomposed) == qwen2.encode(composed)
+    assert gpt2.decode(gpt2.encode(decomposed)) == decomposed
+
+
+def test_llama_takes_a_word_of_the_vocabulary_whole() -> None:
+    """A whole word wins even where merges cannot reach it."""
+    metadata = byte_level("llama-bpe")
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "xyz"]
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 1]
+    assert pieces(build_tokenizer(metadata), "xyz") == ["xyz"]
+    metadata["tokenizer.ggml.pre"] = "gpt-2"
+    assert pieces(build_tokenizer(metadata), "xyz") == ["x", "y", "z"]
+
+
+def test_special_and_user_defined_tokens() -> None:
+    tokenizer = build_tokenizer(byte_level("gpt-2", bos_token_id=0, add_bos_token=True))
+    assert tokenizer.encode("<think>") == [0, 1]
+    assert tokenizer.encode("<think>", add_special_tokens=False) == [1]
+    assert 0 not in tokenizer.encode("<eos>", add_special_tokens=False)
+    assert tokenizer.encode("<eos>", add_special_tokens=False, allow_special=True) == [0]
+    assert tokenizer.decode([0, 1]) == "<think>"
+
+
+def test_eos_ids_are_all_that_end_an_output() -> None:
+    tokenizer = build_tokenizer(byte_level("gpt-2", eot_token_id=5, eom_token_id=0))
+    assert tokenizer.eos_ids == (0, 5)
+
+
+def sentencepiece(**changes: Any) -> dict[str, Any]:
+    data = json.loads(SENTENCEPIECE.read_text())
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": data["tokens"],
+        "tokenizer.ggml.scores": data["scores"],
+        "tokenizer.ggml.token_type": data["token_type"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    } | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+
+
+@pytest.mark.parametrize("case", json.loads(SENTENCEPIECE.read_text())["cases"])
+def test_sentencepiece_ids(case: tuple[str, list[int]]) -> None:
+    text, ids = case
+    tokenizer = build_tokenizer(sentencepiece())
+    assert tokenizer.encode(text, add_special_tokens=False) == ids
+    assert tokenizer.encode(text) == [1, *ids]
+    assert tokenizer.decode(ids) == text
+
+
+def test_sentencepiece_without_a_leading_space() -> None:
+    tokenizer = build_tokenizer(sentencepiece(add_space_prefix=False, add_bos_token=False))
+    with_space = build_tokenizer(sentencepiece())
+    assert tokenizer.encode(" values") == with_space.encode("values")[1:]
+    assert tokenizer.encode("values") != with_space.encode("values")[1:]
+    assert tokenizer.decode(tokenizer.encode(" values")) == " values"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (byte_level("gpt-4o"), r"tokenizer\.ggml\.pre = 'gpt-4o'.*known: gpt2"),
+        (byte_level("gpt-2", pre=None), r"tokenizer\.ggml\.pre = '\(absent\)'"),
+        (byte_level("gpt-2", model="bert"), r"tokenizer\.ggml\.model = 'bert'"),
+        (byte_level("gpt-2", tokens=[]), r"tokenizer\.ggml\.tokens is missing or empty"),
+        (byte_level("gpt-2", merges=None), r"tokenizer\.ggml\.merges is missing"),
+        (byte_level("gpt-2", merges=["ab"]), r"'ab' is not a pair"),
+        (byte_level("gpt-2", merges=["a missing"]), r"tokenizer\.ggml\.merges.*missing"),
+        (byte_level("gpt-2", token_type=[1]), r"tokenizer\.ggml\.token_type has 1 entries"),
+        (byte_level("gpt-2", eos_token_id=999), r"EOS id 999"),
+        (byte_level("gpt-2", bos_token_id=-1, add_bos_token=True), r"bos_token_id = -1"),
+        (byte_level("gpt-2", add_bos_token=True), r"bos_token_id = None"),
+        (sentencepiece(scores=[0.0]), r"tokenizer\.ggml\.scores"),
+        (sentencepiece(unknown_token_id=4000), r"unknown_token_id = 4000"),
+    ],
+)
+def test_what_cannot_be_built_exactly_is_refused(metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_tokenizer(metadata)
