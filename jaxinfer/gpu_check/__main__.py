@@ -1,0 +1,26 @@
+"""Compile one program and print its result as JSON: the process that a compiler may crash."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from jaxinfer.gpu_check.cases import make_plan
+from jaxinfer.gpu_check.checks import examine
+from jaxinfer.gpu_check.target import TARGETS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=TARGETS, required=True)
+    parser.add_argument("--ways", type=int, required=True)
+    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--program", required=True)
+    args = parser.parse_args()
+    plan = make_plan(TARGETS[args.device], args.ways, args.layers)
+    program = plan.programs[args.program]
+    print(json.dumps(examine(program, plan.expectation(program)).to_json()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Compiles one program and asserts what its executable must satisfy."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import jax
+
+from jaxinfer.gpu_check.cases import Expectation, device_bytes
+from jaxinfer.gpu_check.hlo import COLLECTIVES, SILENT, Module, Scheduled
+from jaxinfer.programs import Lowerable
+
+LAYER_SCOPE = "jit(_layer)"  # how the step's inner function shows in an operation's name
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One assertion: what was found, and the limit it is held against."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The compiler's own figures. Bytes are of one device; launches are of one step."""
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    temp_limit: int
+    room_bytes: int
+    launches: int
+    layer_launches: int
+    collectives: dict[str, int]
+    seconds: float
+
+
+@dataclass(slots=True)
+class Result:
+    """A row of the table. `error` says why there are no figures."""
+
+    program: str
+    figures: Figures | None = None
+    checks: list[Check] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.error and all(check.passed for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"passed": self.passed}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Result:
+        return cls(
+            data["program"],
+            Figures(**data["figures"]) if data["figures"] else None,
+            [Check(**check) for check in data["checks"]],
+            data["error"],
+        )
+
+
+def examine(program: Lowerable, expect: Expectation) -> Result:
+    """Compile and check. Raises what the compiler raises."""
+    start = time.monotonic()
+    lowered = program.lower()
+    compiled = lowered.compile()
+    seconds = time.monotonic() - start
+    memory, module = compiled.memory_analysis(), Module(compiled.as_text())
+    scheduled = list(module.scheduled())
+    needed = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+        + expect.left_out
+    )
+    launches = [s for s in scheduled if _launches(s)]
+    collectives = _collectives(scheduled)
+    figures = Figures(
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        temp_limit=expect.temp_limit,
+        room_bytes=expect.memory - needed,
+        launches=sum(s.times for s in launches),
+        layer_launches=sum(s.times for s in launches if LAYER_SCOPE in s.instruction.op_name),
+        collectives=dict(collectives),
+        seconds=seconds,
+    )
+    checks = [
+        _aliased(figures, expect),
+        _no_copies(module, scheduled, expect),
+        _at_most("temporaries", figures.temp_bytes, expect.temp_limit),
+        _at_most("device memory", needed, expect.memory),
+        _control_flow(scheduled),
+        _expected_collectives(collectives, scheduled, expect),
+        _layouts(lowered, compiled, expect),
+    ]
+    return Result(program.name, figures, checks)
+
+
+def _aliased(figures: Figures, expect: Expectation) -> Check:
+    """State is updated in place: the result takes no memory of its own."""
+    updated = device_bytes(expect.updated)
+    return Check(
+        "state aliased",
+        figures.alias_bytes >= updated,
+        f"{_mib(figures.alias_bytes)} aliased of {_mib(updated)} of state to update",
+    )
+
+
+def _no_copies(module: Module, scheduled: list[Scheduled], expect: Expectation) -> Check:
+    """Nothing makes an array of the size of a layer's pool, but updates of the pool in place."""
+    made = [
+        f"{s.instruction}"
+        for s in scheduled
+        for index, result in enumerate(s.instruction.results)
+        if result.nbytes >= expect.pool_array
+        and s.instruction.opcode not in SILENT
+        and not module.updates_in_place(s.instruction, index)
+    ]
+    return Check("no copy of pool size", not made, "; ".join(made[:3]) or "none")
+
+
+def _at_most(name: str, found: int, limit: int) -> Check:
+    return Check(name, found <= limit, f"{_mib(found)} of {_mib(limit)}")
+
+
+def _control_flow(scheduled: list[Scheduled]) -> Check:
+    """The host must not have to read a condition from the device in the middle of a step."""
+    decided = [
+        s.instruction.name
+        for s in scheduled
+        if s.instruction.opcode == "conditional"
+        or (s.instruction.opcode == "while" and s.instruction.trip_count is None)
+    ]
+    return Check(
+        "no control flow decided on the device", not decided, ", ".join(decided[:3]) or "none"
+    )
+
+
+def _expected_collectives(
+    found: Counter[str], scheduled: list[Scheduled], expect: Expectation
+) -> Check:
+    looped = any(s.looped for s in scheduled if _kind(s))
+    detail = f"{_listed(found)}{' (in a loop)' if looped else ''}"
+    if found != expect.collectives:
+        detail += f", expected {_listed(expect.collectives)}"
+    return Check("collectives", found == expect.collectives and not looped, detail)
+
+
+def _layouts(lowered: Any, compiled: Any, expect: Expectation) -> Check:
+    """Results lie as the next program takes them."""
+    wrong = [
+        f"result{jax.tree_util.keystr(path)} is {got.spec}, expected {want.spec}"
+        for (path, got), want, info in zip(
+            jax.tree.leaves_with_path(compiled.output_shardings),
+            jax.tree.leaves(expect.outputs),
+            jax.tree.leaves(lowered.out_info),
+            strict=True,
+        )
+        if not got.is_equivalent_to(want, len(info.shape))
+    ]
+    return Check("results as the next program takes them", not wrong, "; ".join(wrong) or "all")
+
+
+def _launches(s: Scheduled) -> bool:
+    return s.instruction.opcode not in SILENT and not s.instruction.opcode.endswith("-done")
+
+
+def _kind(s: Scheduled) -> str | None:
+    """Which collective an instruction starts, if any."""
+    opcode = s.instruction.opcode.removesuffix("-start")
+    return opcode if opcode in COLLECTIVES else None
+
+
+def _collectives(scheduled: list[Scheduled]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for s in scheduled:
+        if kind := _kind(s):
+            found[kind] += s.times
+    return found
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "none"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"

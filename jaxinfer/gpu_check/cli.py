@@ -1,0 +1,147 @@
+"""The command behind `scripts/gpu_check`: one process a program, a table or JSON of the results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from jaxinfer.gpu_check.cases import FEW_LAYERS, LLAMA_3_8B, PROGRAMS
+from jaxinfer.gpu_check.checks import Result
+from jaxinfer.gpu_check.target import TARGETS, environment
+
+TIMEOUT = 900  # seconds for one program
+INSTALL = "the compiler for GPUs is not installed; run: pip install '.[gpu-check]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One program to compile in a process of its own."""
+
+    device: str
+    ways: int
+    layers: int
+    program: str
+
+    def command(self) -> list[str]:
+        return [
+            *(sys.executable, "-m", "jaxinfer.gpu_check", "--device", self.device),
+            *("--ways", str(self.ways), "--layers", str(self.layers), "--program", self.program),
+        ]
+
+
+def run(job: Job, command: list[str] | None = None) -> Result:
+    """The result of a job; whatever happens to its process becomes a failed row."""
+    try:
+        done = subprocess.run(
+            command or job.command(),
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+        )
+    except subprocess.TimeoutExpired:
+        return Result(job.program, error=f"the compiler took more than {TIMEOUT} s")
+    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        return Result(job.program, error=f"the compiler died of {name}: {last}")
+    if done.returncode:
+        return Result(job.program, error=last)
+    return Result.from_json(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main(
+    full: Annotated[bool, typer.Option(help="All layers of the model, not a few.")] = False,
+    device: Annotated[str, typer.Option(help=f"One of {', '.join(TARGETS)}.")] = "h200",
+    gpus: Annotated[list[int] | None, typer.Option(help="1, 8; default both.")] = None,
+    program: Annotated[
+        list[str] | None, typer.Option(help="Only these, e.g. 'forward 64+0'.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Compilers at a time.")] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compile the step for GPUs this machine does not have, and assert on what would run.
+
+    Nothing is executed. Exit status 1 when an assertion fails, 2 when something is missing.
+    """
+    errors = Console(stderr=True)
+    if importlib.util.find_spec("jax_plugins") is None:
+        errors.print(INSTALL, markup=False)
+        raise typer.Exit(2)
+    if device not in TARGETS or not set(gpus or ()) <= set(PROGRAMS):
+        errors.print(f"--device is one of {', '.join(TARGETS)}; --gpus is 1 or 8", markup=False)
+        raise typer.Exit(2)
+    layers = LLAMA_3_8B.num_layers if full else FEW_LAYERS
+    todo = [
+        Job(device, ways, layers, name)
+        for ways in gpus or PROGRAMS
+        for name in PROGRAMS[ways]
+        if not program or name in program
+    ]
+    if not todo:
+        errors.print(f"no such program; known: {', '.join(PROGRAMS[1])}", markup=False)
+        raise typer.Exit(2)
+    with ThreadPoolExecutor(jobs) as pool, errors.status("compiling") as status:
+        results = []
+        for job, result in zip(todo, pool.map(run, todo)):
+            results.append((job, result))
+            status.update(f"compiled {len(results)} of {len(todo)}: {job.program}")
+    if as_json:
+        print(json.dumps({"device": device, "rows": [_row(*r) for r in results]}, indent=2))
+    else:
+        _print(TARGETS[device].name, results)
+    failed = [(job, result) for job, result in results if not result.passed]
+    for job, result in failed:
+        where = f"{job.program} on {job.ways} GPU: "
+        if result.error:
+            errors.print(f"failed: {where}{result.error}", markup=False)
+        for check in result.checks:
+            if not check.passed:
+                errors.print(f"failed: {where}{check.name}: {check.detail}", markup=False)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _row(job: Job, result: Result) -> dict:
+    return {"gpus": job.ways, "layers": job.layers} | result.to_json()
+
+
+def _print(target: str, results: list[tuple[Job, Result]]) -> None:
+    table = Table(title=f"Llama 3 8B in bf16, compiled for {target}; nothing was executed")
+    for heading in ("program", "GPUs", "layers"):
+        table.add_column(heading)
+    for heading in (
+        "arguments\nGiB",
+        "aliased\nGiB",
+        "temporaries\nMiB (limit)",
+        "room left\nGiB",
+        "launches\n(a layer)",
+    ):
+        table.add_column(heading, justify="right")
+    for heading in ("collectives", "s", "result"):
+        table.add_column(heading)
+    for job, result in results:
+        row = [job.program, str(job.ways), str(job.layers)]
+        if f := result.figures:
+            row += [
+                f"{f.argument_bytes / 2**30:.2f}",
+                f"{f.alias_bytes / 2**30:.2f}",
+                f"{f.temp_bytes / 2**20:.0f} ({f.temp_limit / 2**20:.0f})",
+                f"{f.room_bytes / 2**30:.1f}",
+                f"{f.launches} ({f.layer_launches / job.layers:.0f})",
+                ", ".join(f"{n} {kind}" for kind, n in f.collectives.items()) or "-",
+                f"{f.seconds:.0f}",
+            ]
+        else:
+            row += ["-"] * 7
+        table.add_row(*row, "[green]ok[/]" if result.passed else "[red]FAILED[/]")
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
