@@ -92,6 +92,7 @@ class Engine:
         for sequence in self.scheduler.expired(now):
             self._end(sequence, FinishReason.DEADLINE, now)
         plan = self.scheduler.plan(now)
+        self.counters.preemptions = self.scheduler.preemptions
         if plan is not None:
             self._in_flight.append((plan, self.runner.dispatch(plan)))
         keep = 1 if self.overlap and plan is not None else 0

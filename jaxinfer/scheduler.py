@@ -43,7 +43,7 @@ class Scheduler:
         self.preemptions = 0
         self._free_slots = list(range(limits.num_slots - 1, -1, -1))
         self._deadlines: list[tuple[float, str]] = []
-        self._releases: deque[tuple[int, list[list[int]]]] = deque()
+        self._releases: list[tuple[int, list[list[int]]]] = []  # last step, pages
         self._step = 0
         self._retired = -1  # the last step that was read
 
@@ -61,12 +61,15 @@ class Scheduler:
 
     def expired(self, now: float) -> list[Sequence]:
         """Sequences whose deadline has passed, each named once."""
-        late = []
+        late: dict[str, Sequence] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
             _, request_id = heapq.heappop(self._deadlines)
-            if request_id in self.by_id:
-                late.append(self.by_id[request_id])
-        return late
+            sequence = self.by_id.get(request_id)
+            # An id may be in use again, by a request with another deadline or none.
+            deadline = None if sequence is None else sequence.request.deadline
+            if sequence is not None and deadline is not None and deadline <= now:
+                late[request_id] = sequence
+        return list(late.values())
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence. Its slot is free now, its pages once no step can write them."""
@@ -81,8 +84,10 @@ class Scheduler:
     def retire(self, step: int) -> None:
         """Step number `step` was read: pages that only it or earlier ones could write come back."""
         self._retired = step
-        while self._releases and self._releases[0][0] <= step:
-            self._give_back(self._releases.popleft()[1])
+        for last_step, pages in self._releases:
+            if last_step <= step:
+                self._give_back(pages)
+        self._releases = [release for release in self._releases if release[0] > step]
 
     # -- one step --------------------------------------------------------------------------------
 

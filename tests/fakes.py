@@ -1,0 +1,274 @@
+"""A device with hand-computable tokens, and an engine over it whose promises are checked always.
+
+`FakeRunner` does what the real device does, by hand: it unpacks the packed vector of every step,
+keeps slots, page tables and a paged pool, and computes each next token from what the *pool* holds.
+So a page that was freed too early, mapped wrongly or written twice gives a wrong token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+
+from jaxinfer import sampler_outcomes as outcomes
+from jaxinfer.engine import Engine
+from jaxinfer.programs import smallest_shape, step_shapes
+from jaxinfer.request import Abort, FinishReason, Request, SamplingParams, SequenceEvent, Submit
+from jaxinfer.runner import StepResult
+from jaxinfer.scheduler import Scheduler, SchedulerLimits
+from jaxinfer.step_plan import TILE_ROWS, StepPlan, layout, pack
+from jaxinfer.validation import EngineLimits
+
+POISON = 50  # a prompt token that makes the model's logits NaN; no output is ever it
+GREEDY = SamplingParams(temperature=0)
+
+
+def next_token(context: list[int]) -> int:
+    """The fake model: what follows a context."""
+    return (sum((i + 1) * token for i, token in enumerate(context)) + len(context)) % POISON
+
+
+def expected(request: Request) -> tuple[list[int], FinishReason]:
+    """All the fake model answers to a request that nobody cuts short."""
+    if POISON in request.prompt:
+        return [], FinishReason.ERROR
+    tokens = list(request.prompt)
+    for _ in range(request.max_new_tokens):
+        tokens.append(next_token(tokens))
+        if tokens[-1] in request.stop_ids:
+            own = tokens[-1] in request.params.stop_token_ids
+            return tokens[len(request.prompt) :], (
+                FinishReason.STOP_ID if own else FinishReason.EOS
+            )
+    return tokens[len(request.prompt) :], FinishReason.LENGTH
+
+
+class FakeRunner:
+    """Device owner of the fake model: dispatched steps run at once and in order."""
+
+    def __init__(self, limits: SchedulerLimits, max_model_len: int):
+        self.limits, self.null = limits, limits.num_slots
+        self.shapes = step_shapes(
+            limits.num_slots, limits.chunk_tokens, limits.page_size, len(limits.num_pages)
+        )
+        width, rows = -(-max_model_len // limits.page_size), limits.num_slots + 1
+        self.token, self.position, self.done = [0] * rows, [0] * rows, [True] * rows
+        self.request: list[Request | None] = [None] * rows
+        self.tables = [[[0] * width for _ in range(rows)] for _ in limits.num_pages]
+        # Every entry of a page is (position, token): what lies there says where it belongs.
+        self.pools = [
+            [[(-1, POISON)] * limits.page_size for _ in range(n)] for n in limits.num_pages
+        ]
+        self.outstanding: deque[StepResult] = deque()
+
+    def dispatch(self, plan: StepPlan) -> StepResult:
+        for sequence in plan.admitted:
+            self.done[sequence.slot] = True
+            self.request[sequence.slot] = sequence.request
+        shape = smallest_shape(self.shapes, len(plan.decodes), plan.chunk_tokens)
+        packed = pack(plan, shape, self.null)
+        inputs = {name: packed[at].reshape(dims) for name, (at, dims) in layout(shape).items()}
+        for table, deltas in zip(self.tables, inputs["deltas"].tolist()):
+            for slot, index, page in deltas:
+                table[slot][index] = page
+        sampled = self._decode(inputs["rows"].tolist())
+        if shape.chunk:
+            sampled += self._prefill(inputs)
+        rows = [self._sample(slot, live) for slot, live in sampled]
+        first = shape.rows
+        kept = rows[: len(plan.decodes)] + rows[first : first + len(plan.pieces)]
+        result = StepResult([token for token, _ in kept], [outcome for _, outcome in kept])
+        self.outstanding.append(result)
+        assert len(self.outstanding) <= 2, "more than one step is dispatched ahead"
+        return result
+
+    def collect(self, handle: StepResult) -> StepResult:
+        assert handle is self.outstanding.popleft(), "steps are read out of order"
+        return handle
+
+    def _decode(self, rows: list[int]) -> list[tuple[int, bool]]:
+        real = [slot for slot in rows if slot != self.null]
+        assert len(set(real)) == len(real), "a slot decodes twice in one step"
+        sampled = [(slot, not self.done[slot]) for slot in rows]
+        self._write([(s, self.position[s], self.token[s]) for s, live in sampled if live])
+        for slot, live in sampled:
+            self.position[slot] += live
+        return sampled
+
+    def _prefill(self, inputs: dict) -> list[tuple[int, bool]]:
+        slots, tokens = inputs["slots"].tolist(), inputs["tokens"].tolist()
+        positions = inputs["positions"].tolist()
+        self._write([w for w in zip(slots, positions, tokens) if w[0] != self.null])
+        covered = []
+        for first, count, slot, position in inputs["tiles"].tolist():
+            assert 0 <= count <= TILE_ROWS
+            for row in range(first, first + count):
+                assert (slots[row], positions[row]) == (slot, position + row - first), "tiles"
+                covered.append(row)
+        assert covered == [row for row, slot in enumerate(slots) if slot != self.null], "tiles"
+        sampled = []
+        for slot, row, end, ends in inputs["pieces"].tolist():
+            if slot != self.null:
+                assert (slots[row], positions[row]) == (slot, end - 1), "pieces"
+                assert self.done[slot], "a prefilling slot decodes"
+            self.position[slot] = end
+            sampled.append((slot if ends else self.null, bool(ends)))
+        return sampled
+
+    def _write(self, writes: list[tuple[int, int, int]]) -> None:
+        for table, pool in zip(self.tables, self.pools):
+            places = set()
+            for slot, position, token in writes:
+                index, offset = divmod(position, self.limits.page_size)
+                page = table[slot][index]
+                assert page != 0, "a live token is written to the null page"
+                assert (page, offset) not in places, "two tokens are written to one place"
+                places.add((page, offset))
+                pool[page][offset] = (position, token)
+
+    def _context(self, slot: int) -> list[int]:
+        """The tokens before the slot's position, as attention finds them."""
+        readings = []
+        for table, pool in zip(self.tables, self.pools):
+            entries = itertools.chain.from_iterable(pool[page] for page in table[slot])
+            readings.append(list(itertools.islice(entries, self.position[slot])))
+            assert [position for position, _ in readings[-1]] == [*range(self.position[slot])]
+        assert all(reading == readings[0] for reading in readings), "groups differ"
+        return [token for _, token in readings[0]]
+
+    def _sample(self, slot: int, live: bool) -> tuple[int, int]:
+        if not live:
+            return POISON, outcomes.IDLE
+        request, context = self.request[slot], self._context(slot)
+        token = next_token(context)
+        if POISON in context:
+            outcome = outcomes.NOT_FINITE
+        elif token in request.stop_ids:
+            outcome = outcomes.STOPPED
+        elif self.position[slot] + 1 >= len(request.prompt) + request.max_new_tokens:
+            outcome = outcomes.AT_LIMIT
+        else:
+            outcome = outcomes.RUNNING
+        self.token[slot], self.done[slot] = token, outcome != outcomes.RUNNING
+        return token, outcome
+
+
+class Harness:
+    """An engine over a `FakeRunner`; `step`, `submit` and `cancel` check every promise."""
+
+    def __init__(self, limits: SchedulerLimits, max_model_len: int, overlap: bool):
+        self.max_model_len = max_model_len
+        scheduler = Scheduler(limits)
+        self.engine = Engine(
+            scheduler,
+            FakeRunner(limits, max_model_len),
+            EngineLimits(POISON + 1, max_model_len, limits.num_slots, max_model_len, 100, 10_000),
+            overlap=overlap,
+        )
+        self.scheduler = scheduler
+        self.now = 0.0
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.ends: dict[str, FinishReason] = {}
+        self.order: list[str] = []  # request ids in order of their first token
+        self.cancelled: set[str] = set()
+
+    def submit(
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        stop_ids: tuple[int, ...] = (),
+        timeout: float | None = None,
+    ) -> str:
+        request_id = f"r{len(self.requests)}"
+        deadline = None if timeout is None else self.now + timeout
+        request = Request(
+            request_id, tuple(prompt), GREEDY, max_new_tokens, 0, stop_ids, self.now, deadline
+        )
+        assert len(prompt) + max_new_tokens <= self.max_model_len
+        self.requests[request_id] = request
+        self.outputs[request_id] = []
+        self.engine.execute(Submit(request), self.now)
+        self.check()
+        return request_id
+
+    def cancel(self, request_id: str) -> None:
+        sequence = self.scheduler.by_id.get(request_id)
+        if sequence is not None:
+            self.cancelled.add(request_id)
+        self.engine.execute(Abort(request_id), self.now)
+        assert request_id not in self.scheduler.by_id
+        self.check()
+
+    def step(self, seconds: float = 1.0) -> list[SequenceEvent]:
+        self.now += seconds
+        due = [s for s in self.scheduler.by_id.values() if (s.request.deadline or 1e9) <= self.now]
+        preempted = self.engine.counters.preemptions
+        events = self.engine.step(self.now)
+        for event in events:
+            self._take(event)
+        assert all(sequence.request.id in self.ends for sequence in due), "a deadline was missed"
+        assert self.engine.counters.preemptions >= preempted
+        # Whatever ended before this call was last in the step that this call read.
+        held = [step for step, _ in self.scheduler._releases]
+        assert all(step > self.scheduler._retired for step in held), "pages are kept too long"
+        self.check()
+        return events
+
+    def _take(self, event: SequenceEvent) -> None:
+        request_id = event.request_id
+        assert request_id not in self.ends, "an event after the end"
+        assert event.tokens or event.finish, "an empty event"
+        if event.tokens and not self.outputs[request_id]:
+            self.order.append(request_id)
+        self.outputs[request_id] += event.tokens
+        if event.finish is not None:
+            self.ends[request_id] = event.finish
+            assert bool(event.error) == (event.finish is FinishReason.ERROR)
+
+    def check(self) -> None:
+        """Nothing leaks, everything is counted, every output is right so far."""
+        self.scheduler.check_invariants()
+        counters, by_reason = self.engine.counters, self.engine.counters.by_reason
+        in_work = len(self.scheduler.running) + len(self.scheduler.waiting)
+        assert counters.received == len(self.requests)
+        assert (
+            counters.received == counters.finished + counters.aborted + counters.refused + in_work
+        )
+        assert sum(by_reason.values()) == counters.finished + counters.aborted
+        assert counters.generated_tokens == sum(map(len, self.outputs.values()))
+        assert counters.prompt_tokens == sum(len(r.prompt) for r in self.requests.values())
+        assert counters.preemptions == self.scheduler.preemptions
+
+    def drain(self) -> None:
+        """Run to the end and compare every output with the one computed by hand."""
+        budget = 50 + 4 * sum(self._cost(r) for r in self.requests.values())
+        while self.engine.has_work:
+            budget -= 1
+            assert budget > 0, "the engine makes no progress"
+            self.step()
+        for allocator in self.scheduler.allocators:
+            assert allocator.num_used == 0, "pages leaked"
+        assert len(self.scheduler._free_slots) == self.scheduler.limits.num_slots
+        assert not self.engine.runner.outstanding
+        for request_id, request in self.requests.items():
+            self._compare(request_id, request)
+
+    def _cost(self, request: Request) -> int:
+        """Steps a request can take alone."""
+        return 2 + request.max_new_tokens + len(request.prompt)
+
+    def _compare(self, request_id: str, request: Request) -> None:
+        tokens, finish = expected(request)
+        end, output = self.ends[request_id], self.outputs[request_id]
+        if end in (FinishReason.CANCELLED, FinishReason.DEADLINE):
+            assert output == tokens[: len(output)]
+            assert (end is FinishReason.CANCELLED) == (request_id in self.cancelled)
+        else:
+            assert (output, end) == (tokens, finish)
+
+
+def scheduler_limits(
+    num_slots: int = 4, chunk: int = 16, page_size: int = 4, pages: tuple[int, ...] = (17,)
+) -> SchedulerLimits:
+    return SchedulerLimits(num_slots, chunk, page_size, pages)
