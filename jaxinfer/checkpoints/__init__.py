@@ -1,19 +1,18 @@
 """Checkpoints: load any known kind, convert to Orbax, inspect."""
 
+from jaxinfer.checkpoints.convert import convert
 from jaxinfer.checkpoints.errors import CheckpointError
-from jaxinfer.checkpoints.load import (
-    GenerationDefaults,
-    LoadedModel,
-    convert,
-    load_model,
-    resolve_model,
-)
+from jaxinfer.checkpoints.inspection import CheckpointInfo, describe, inspect_checkpoint
+from jaxinfer.checkpoints.load import GenerationDefaults, LoadedModel, load_model, resolve_model
 
 __all__ = [
     "CheckpointError",
+    "CheckpointInfo",
     "GenerationDefaults",
     "LoadedModel",
     "convert",
+    "describe",
+    "inspect_checkpoint",
     "load_model",
     "resolve_model",
 ]

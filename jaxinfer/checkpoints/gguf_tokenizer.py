@@ -99,7 +99,7 @@ def _pair(merge: str, vocab: dict[str, int]) -> tuple[str, str]:
     left, space, right = merge.partition(" ")
     if not space:
         raise ValueError(f"tokenizer.ggml.merges: {merge!r} is not a pair")
-    if missing := {left, right, left + right} - vocab.keys():
+    if missing := [t for t in (left, right, left + right) if t not in vocab]:
         raise ValueError(f"tokenizer.ggml.merges: {merge!r} needs missing tokens {missing}")
     return left, right
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,15 @@ import numpy as np
 
 from jaxinfer.checkpoints import orbax_io
 from jaxinfer.checkpoints.errors import CheckpointError
-from jaxinfer.checkpoints.source import Progress, Source, load_params, non_finite
+from jaxinfer.checkpoints.gguf_io import open_gguf
+from jaxinfer.checkpoints.safetensors_io import open_huggingface
+from jaxinfer.checkpoints.source import (
+    Progress,
+    Source,
+    check_vocabulary,
+    load_params,
+    non_finite,
+)
 from jaxinfer.config import ModelConfig
 from jaxinfer.params import ParamSpec, Tree, named_leaves
 from jaxinfer.tokenizer import Tokenizer
@@ -64,14 +71,10 @@ def resolve_model(name_or_path: str | Path) -> Path:
 
 
 def open_source(path: Path) -> Source:
-    """A Hugging Face folder or a GGUF file, opened."""
-    if path.is_file():
-        from jaxinfer.checkpoints.gguf_io import open_gguf
-
-        return open_gguf(path)
-    from jaxinfer.checkpoints.safetensors_io import open_huggingface
-
-    return open_huggingface(path)
+    """A Hugging Face folder or a GGUF file, opened. Raises CheckpointError."""
+    source = open_gguf(path) if path.is_file() else open_huggingface(path)
+    check_vocabulary(source.description, source.config, source.tokenizer)
+    return source
 
 
 def load_model(
@@ -87,18 +90,28 @@ def load_model(
     `sharding_of` says where each parameter lies (None: all on the first device).
     """
     path = resolve_model(path)
-    _check_dtype(dtype)
     if sharding_of is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         sharding_of = lambda spec: sharding  # noqa: E731
     if orbax_io.is_orbax_folder(path):
         return _load_orbax(path, dtype, sharding_of, progress)
     source = open_source(path)
-    kind = dtype or source.dtype
+    kind = check_dtype(dtype or source.dtype)
     params = load_params(
         source, kind, lambda array, spec: jax.device_put(array, sharding_of(spec)), progress
     )
     return _loaded(source.config, params, source.tokenizer, kind, source.description)
+
+
+def open_model_folder(path: Path) -> tuple[orbax_io.Manifest, Tokenizer]:
+    """The manifest and tokenizer of an Orbax folder of ours."""
+    manifest = orbax_io.read_manifest(path)
+    try:
+        tokenizer = Tokenizer.from_folder(path / orbax_io.TOKENIZER)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    check_vocabulary(str(path), manifest.config, tokenizer)
+    return manifest, tokenizer
 
 
 def _load_orbax(
@@ -107,13 +120,8 @@ def _load_orbax(
     sharding_of: Callable[[ParamSpec], Any],
     progress: Progress | None,
 ) -> LoadedModel:
-    manifest = orbax_io.read_manifest(path)
-    try:
-        tokenizer = Tokenizer.from_folder(path / orbax_io.TOKENIZER)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
-    _check_vocabulary(path, manifest.config, tokenizer)
-    kind = dtype or manifest.dtype
+    manifest, tokenizer = open_model_folder(path)
+    kind = check_dtype(dtype or manifest.dtype)
     if progress:
         progress("restoring parameters", 0, 1)
     params = orbax_io.restore(path, manifest, kind, sharding_of)
@@ -140,48 +148,8 @@ def _loaded(
     return LoadedModel(config, params, tokenizer, defaults, dtype, description)
 
 
-def _check_dtype(dtype: str | None) -> None:
-    if dtype is not None and dtype not in DTYPES:
+def check_dtype(dtype: str) -> str:
+    """The dtype itself, if models can be served in it. Raises CheckpointError naming those."""
+    if dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-
-
-def _check_vocabulary(path: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
-    if tokenizer.vocab_size > config.vocab_size:
-        raise CheckpointError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model "
-            f"{config.vocab_size} embeddings"
-        )
-
-
-def convert(
-    src: str | Path, dst: str | Path, dtype: str | None = None, progress: Progress | None = None
-) -> Path:
-    """Convert a Hugging Face folder or GGUF file to our Orbax folder at `dst`, a new path.
-
-    `dtype` None keeps the source's (quantised GGUF: float32). Raises CheckpointError.
-    """
-    src, dst = resolve_model(src), Path(dst).expanduser()
-    _check_dtype(dtype)
-    if orbax_io.is_orbax_folder(src):
-        raise CheckpointError(f"{src} is an Orbax checkpoint already")
-    if dst.exists():
-        raise CheckpointError(f"{dst} exists already; remove it or choose another destination")
-    source = open_source(src)
-    kind = dtype or source.dtype
-    params = load_params(source, kind, lambda array, spec: array, progress)
-    _check_space(dst, params)
-    if progress:
-        progress("writing checkpoint", 0, 1)
-    orbax_io.save(dst, params, source.config, kind, source.tokenizer, source.description)
-    if progress:
-        progress("writing checkpoint", 1, 1)
-    return dst
-
-
-def _check_space(dst: Path, params: Tree) -> None:
-    """Say so before writing, rather than fail in the middle."""
-    parent = next(p for p in dst.absolute().parents if p.exists())
-    needed = sum(array.nbytes for _, array in named_leaves(params))
-    free = shutil.disk_usage(parent).free
-    if needed > free:
-        raise CheckpointError(f"{dst} needs {needed} bytes, {parent} has {free} free")
+    return dtype

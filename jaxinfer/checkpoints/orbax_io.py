@@ -128,15 +128,14 @@ def restore(
     At most one tensor's worth of bytes is in flight besides the parameters. Raises CheckpointError
     naming the tensors or files that are missing, extra, misshapen, cut short or changed.
     """
+    check(path, manifest)
     specs = family_of(manifest.config.family).param_specs(manifest.config)
-    _check_tensors(path, manifest, specs)
     folder = (path / PARAMS).absolute()
     largest = max(
         math.prod(shape) * np.dtype(kind).itemsize for shape, kind in manifest.tensors.values()
     )
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
         checks = [pool.submit(_check_file, folder, *item) for item in manifest.files.items()]
-        _check_sizes(folder, manifest)
         failure, params = None, None
         try:
             params = _checkpointer(largest + 1).restore(
@@ -153,18 +152,17 @@ def restore(
 
 
 def is_current(path: Path) -> bool:
-    """Whether a folder's parameters have the shapes that this version's families expect."""
+    """Whether a folder is whole and of the shapes that this version's families expect."""
     try:
-        manifest = read_manifest(path)
-        _check_tensors(
-            path, manifest, family_of(manifest.config.family).param_specs(manifest.config)
-        )
+        check(path, read_manifest(path))
     except ValueError:
         return False
     return True
 
 
-def _check_tensors(path: Path, manifest: Manifest, specs: Tree) -> None:
+def check(path: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError for tensors this version does not expect and files of a wrong size."""
+    specs = family_of(manifest.config.family).param_specs(manifest.config)
     expected = {name: spec.shape for name, spec in named_leaves(specs)}
     found = {name: shape for name, (shape, _) in manifest.tensors.items()}
     problems = [
@@ -176,6 +174,7 @@ def _check_tensors(path: Path, manifest: Manifest, specs: Tree) -> None:
     problems += [f"{name}: not a tensor of this model" for name in found if name not in expected]
     if problems:
         raise CheckpointError(summarise(str(path / MANIFEST), problems))
+    _check_sizes(path / PARAMS, manifest)
 
 
 def _check_sizes(folder: Path, manifest: Manifest) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ class SafetensorsFiles:
             )
         with safe_open(self._files[name], framework="numpy") as file:
             return file.get_tensor(name)
+
+    def storage(self, name: str) -> tuple[str, int]:
+        kind = self.dtypes[name]
+        bits = int("".join(c for c in kind.split("_")[0] if c.isdigit()) or 8)
+        return kind, math.prod(self.shapes[name]) * bits // 8
 
     def where(self, name: str) -> str:
         return str(self._files[name])

@@ -37,6 +37,10 @@ class Tensors(Protocol):
         """The tensor as an array of its own, dequantised, in the layout Hugging Face gives it."""
         ...
 
+    def storage(self, name: str) -> tuple[str, int]:
+        """The type it is stored as and its bytes."""
+        ...
+
     def where(self, name: str) -> str:
         """File (and the tensor's own name there, if it differs), for error messages."""
         ...
@@ -51,6 +55,15 @@ class Source:
     dtype: str  # the dtype it would naturally be served in
     tensors: Tensors
     tokenizer: Tokenizer
+
+
+def check_vocabulary(description: str, config: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raise CheckpointError if the tokenizer can make an id that has no embedding."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"{description}: the tokenizer has {tokenizer.vocab_size} tokens, the model "
+            f"{config.vocab_size} embeddings"
+        )
 
 
 def check_inventory(source: Source) -> None:

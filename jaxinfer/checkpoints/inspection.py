@@ -1,0 +1,158 @@
+"""What a checkpoint is, from its headers alone: no tensor is read and no device is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from rich.table import Table
+
+from jaxinfer.checkpoints import orbax_io
+from jaxinfer.checkpoints.load import open_model_folder, open_source, resolve_model
+from jaxinfer.checkpoints.source import check_inventory
+from jaxinfer.config import ModelConfig
+from jaxinfer.models import family_of
+from jaxinfer.params import named_leaves, param_bytes
+from jaxinfer.tokenizer import Tokenizer
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """Facts of a checkpoint.
+
+    Attributes:
+        parameters: how many numbers the model has; a tied head counts once.
+        stored: dtype as stored -> bytes of the tensors stored so.
+        dtype: what it is served in unless told otherwise.
+        eos_ids / tokenizer_size / chat_template: of the tokenizer.
+    """
+
+    description: str
+    config: ModelConfig
+    parameters: int
+    stored: dict[str, int]
+    dtype: str
+    tokenizer_size: int
+    eos_ids: tuple[int, ...]
+    chat_template: bool
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(self.stored.values())
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Bytes of the parameters in memory."""
+        return param_bytes(family_of(self.config.family).param_specs(self.config), dtype)
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Bytes one token takes in the KV pool: a key and a value of every layer and KV head."""
+        c = self.config
+        return 2 * c.num_layers * c.num_kv_heads * c.head_dim * jnp.dtype(dtype).itemsize
+
+    def kv_tokens_within(self, memory: int, dtype: str) -> int:
+        """Tokens of KV pool that `memory` bytes hold beside the weights; 0 if not even those fit.
+
+        Workspace of the programs is not counted: the server's own plan is exact.
+        """
+        return max(0, memory - self.weight_bytes(dtype)) // self.kv_bytes_per_token(dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {
+            "kv_bytes_per_token": self.kv_bytes_per_token(self.dtype),
+            "weight_bytes": self.weight_bytes(self.dtype),
+        }
+
+
+def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
+    """The facts of any checkpoint `load_model` takes.
+
+    Raises CheckpointError when headers show that it could not be loaded.
+    """
+    path = resolve_model(path)
+    stored: dict[str, int] = {}
+    if orbax_io.is_orbax_folder(path):
+        manifest, tokenizer = open_model_folder(path)
+        orbax_io.check(path, manifest)
+        for shape, kind in manifest.tensors.values():
+            stored[kind] = stored.get(kind, 0) + math.prod(shape) * jnp.dtype(kind).itemsize
+        description = f"Orbax checkpoint {path}, from {manifest.source}"
+        return _info(description, manifest.config, stored, manifest.dtype, tokenizer)
+    source = open_source(path)
+    check_inventory(source)
+    for name in source.tensors.shapes:
+        kind, size = source.tensors.storage(name)
+        stored[kind] = stored.get(kind, 0) + size
+    return _info(source.description, source.config, stored, source.dtype, source.tokenizer)
+
+
+def _info(
+    description: str,
+    config: ModelConfig,
+    stored: dict[str, int],
+    dtype: str,
+    tokenizer: Tokenizer,
+) -> CheckpointInfo:
+    specs = family_of(config.family).param_specs(config)
+    return CheckpointInfo(
+        description=description,
+        config=config,
+        parameters=sum(math.prod(spec.shape) for _, spec in named_leaves(specs)),
+        stored=stored,
+        dtype=dtype,
+        tokenizer_size=tokenizer.vocab_size,
+        eos_ids=tokenizer.eos_ids,
+        chat_template=tokenizer.has_chat_template,
+    )
+
+
+def describe(info: CheckpointInfo, device_gib: float | None = None) -> Table:
+    """A table of the facts, and of what fits on a device with `device_gib` GiB."""
+    c = info.config
+    table = Table(title=info.description, show_header=False, title_justify="left")
+    heads = f"{c.num_heads} query, {c.num_kv_heads} KV, of {c.head_dim}"
+    stored = ", ".join(f"{kind} {_bytes(size)}" for kind, size in sorted(info.stored.items()))
+    rows = [
+        ("family", c.family),
+        ("parameters", f"{info.parameters:,}"),
+        ("layers", f"{c.num_layers} of width {c.hidden_size}, MLP {c.intermediate_size}"),
+        ("heads", heads),
+        ("head of the vocabulary", "tied to the embedding" if c.tie_embeddings else "its own"),
+        ("stored", f"{_bytes(info.stored_bytes)}: {stored}"),
+        ("served in", f"{info.dtype}: {_bytes(info.weight_bytes(info.dtype))} of weights"),
+        ("KV per token", _bytes(info.kv_bytes_per_token(info.dtype))),
+        ("context length", f"{c.max_position:,} tokens"),
+        ("RoPE", f"theta {c.rope.theta:g}, scaling {c.rope.scaling}"),
+        ("vocabulary", f"{c.vocab_size:,} embeddings, {info.tokenizer_size:,} tokens"),
+        ("EOS ids", ", ".join(map(str, info.eos_ids)) or "none"),
+        ("chat template", "yes" if info.chat_template else "no"),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    if device_gib is not None:
+        for dtype in dict.fromkeys((info.dtype, "bfloat16")):
+            table.add_row(f"{device_gib:g} GiB, {dtype}", _fit(info, device_gib, dtype))
+    return table
+
+
+def _fit(info: CheckpointInfo, device_gib: float, dtype: str) -> str:
+    memory, weights = int(device_gib * GIB), info.weight_bytes(dtype)
+    if weights > memory:
+        return f"does not fit: the weights alone are {_bytes(weights)}"
+    tokens = info.kv_tokens_within(memory, dtype)
+    full = tokens // info.config.max_position
+    return f"weights {_bytes(weights)}, then {tokens:,} tokens of KV: {full} at full length"
+
+
+def _bytes(count: float) -> str:
+    """1536 -> 1.5 KiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
