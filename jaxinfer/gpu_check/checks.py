@@ -38,14 +38,14 @@ class Figures:
     launches: int
     layer_launches: int
     collectives: dict[str, int]
-    seconds: float
 
 
 @dataclass(slots=True)
 class Result:
-    """A row of the table. `error` says why there are no figures."""
+    """A row of the table: seconds to compile, figures, assertions; or the `error` instead."""
 
     program: str
+    seconds: float = 0.0
     figures: Figures | None = None
     checks: list[Check] = field(default_factory=list)
     error: str = ""
@@ -61,6 +61,7 @@ class Result:
     def from_json(cls, data: dict[str, Any]) -> Result:
         return cls(
             data["program"],
+            data["seconds"],
             Figures(**data["figures"]) if data["figures"] else None,
             [Check(**check) for check in data["checks"]],
             data["error"],
@@ -73,8 +74,12 @@ def examine(program: Lowerable, expect: Expectation) -> Result:
     lowered = program.lower()
     compiled = lowered.compile()
     seconds = time.monotonic() - start
+    return Result(program.name, seconds, *assess(lowered, compiled, expect))
+
+
+def assess(lowered: Any, compiled: Any, expect: Expectation) -> tuple[Figures, list[Check]]:
+    """The figures of a compiled program, and every assertion on them."""
     memory, module = compiled.memory_analysis(), Module(compiled.as_text())
-    scheduled = list(module.scheduled())
     needed = (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
@@ -82,6 +87,7 @@ def examine(program: Lowerable, expect: Expectation) -> Result:
         + memory.temp_size_in_bytes
         + expect.left_out
     )
+    scheduled = list(module.scheduled())
     launches = [s for s in scheduled if _launches(s)]
     collectives = _collectives(scheduled)
     figures = Figures(
@@ -94,9 +100,8 @@ def examine(program: Lowerable, expect: Expectation) -> Result:
         launches=sum(s.times for s in launches),
         layer_launches=sum(s.times for s in launches if LAYER_SCOPE in s.instruction.op_name),
         collectives=dict(collectives),
-        seconds=seconds,
     )
-    checks = [
+    return figures, [
         _aliased(figures, expect),
         _no_copies(module, scheduled, expect),
         _at_most("temporaries", figures.temp_bytes, expect.temp_limit),
@@ -105,7 +110,6 @@ def examine(program: Lowerable, expect: Expectation) -> Result:
         _expected_collectives(collectives, scheduled, expect),
         _layouts(lowered, compiled, expect),
     ]
-    return Result(program.name, figures, checks)
 
 
 def _aliased(figures: Figures, expect: Expectation) -> Check:

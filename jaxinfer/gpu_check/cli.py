@@ -39,24 +39,24 @@ class Job:
         ]
 
 
-def run(job: Job, command: list[str] | None = None) -> Result:
-    """The result of a job; whatever happens to its process becomes a failed row."""
+def run(program: str, command: list[str]) -> Result:
+    """The result a command prints; whatever happens to its process becomes a failed row."""
     try:
         done = subprocess.run(
-            command or job.command(),
+            command,
             env=environment(),
             capture_output=True,
             text=True,
             timeout=TIMEOUT,
         )
     except subprocess.TimeoutExpired:
-        return Result(job.program, error=f"the compiler took more than {TIMEOUT} s")
+        return Result(program, error=f"the compiler took more than {TIMEOUT} s")
     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
-        return Result(job.program, error=f"the compiler died of {name}: {last}")
+        return Result(program, error=f"the compiler died of {name}: {last}")
     if done.returncode:
-        return Result(job.program, error=last)
+        return Result(program, error=last)
     return Result.from_json(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -93,7 +93,7 @@ def main(
         raise typer.Exit(2)
     with ThreadPoolExecutor(jobs) as pool, errors.status("compiling") as status:
         results = []
-        for job, result in zip(todo, pool.map(run, todo)):
+        for job, result in zip(todo, pool.map(lambda job: run(job.program, job.command()), todo)):
             results.append((job, result))
             status.update(f"compiled {len(results)} of {len(todo)}: {job.program}")
     if as_json:
@@ -130,18 +130,20 @@ def _print(target: str, results: list[tuple[Job, Result]]) -> None:
     for heading in ("collectives", "s", "result"):
         table.add_column(heading)
     for job, result in results:
-        row = [job.program, str(job.ways), str(job.layers)]
+        in_layers = job.program.startswith("forward")
+        row = [job.program, str(job.ways), str(job.layers) if in_layers else "-"]
         if f := result.figures:
             row += [
                 f"{f.argument_bytes / 2**30:.2f}",
                 f"{f.alias_bytes / 2**30:.2f}",
                 f"{f.temp_bytes / 2**20:.0f} ({f.temp_limit / 2**20:.0f})",
                 f"{f.room_bytes / 2**30:.1f}",
-                f"{f.launches} ({f.layer_launches / job.layers:.0f})",
+                f"{f.launches}" + f" ({f.layer_launches / job.layers:.0f})" * in_layers,
                 ", ".join(f"{n} {kind}" for kind, n in f.collectives.items()) or "-",
-                f"{f.seconds:.0f}",
             ]
         else:
-            row += ["-"] * 7
-        table.add_row(*row, "[green]ok[/]" if result.passed else "[red]FAILED[/]")
+            row += ["-"] * 6
+        table.add_row(
+            *row, f"{result.seconds:.0f}", "[green]ok[/]" if result.passed else "[red]FAILED[/]"
+        )
     Console(width=None if sys.stdout.isatty() else 160).print(table)

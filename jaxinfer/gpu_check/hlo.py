@@ -16,7 +16,7 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-# Operations that hand the device nothing: names for values, and control flow the host runs.
+# What hands the device nothing itself: names for values, and frames around other operations.
 SILENT = {
     "parameter",
     "constant",
@@ -28,6 +28,7 @@ SILENT = {
     "call",
     "after-all",
     "opt-barrier",
+    "async-start",
     "async-update",
 }
 IN_PLACE = {"scatter", "dynamic-update-slice"}

@@ -101,11 +101,12 @@ def environment() -> dict[str, str]:
 
     JAX_PLATFORMS=cpu keeps the plugin from looking for a driver. Symbolising the stack traces that
     LLVM collects while it compiles would take ten times as long as compiling. A kernel that spills
-    registers fails to compile.
+    registers fails to compile. Programs come from the compiler, never from a cache.
     """
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_gpu_fail_ptx_compilation_on_register_spilling=true",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
         "LLVM_DISABLE_SYMBOLIZATION": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }

@@ -1,0 +1,171 @@
+"""The GPU check passes on the real programs, and fails on programs that break its promises.
+
+Compiles for GPUs in processes of their own; nothing is executed. Needs the `gpu-check` extra.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from jaxinfer.gpu_check import cli
+from jaxinfer.gpu_check.cases import FEW_LAYERS, PROGRAMS
+from jaxinfer.gpu_check.checks import Check, Result
+from jaxinfer.gpu_check.cli import run
+from jaxinfer.gpu_check.hlo import Array, Module
+from jaxinfer.gpu_check.target import environment
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[tuple[int, str], dict]:
+    """What `scripts/gpu_check --json` prints, by GPUs and program."""
+    done = subprocess.run(
+        [sys.executable, "scripts/gpu_check", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stderr
+    return {(row["gpus"], row["program"]): row for row in json.loads(done.stdout)["rows"]}
+
+
+def test_the_engines_programs_pass(rows):
+    assert list(rows) == [(gpus, name) for gpus, names in PROGRAMS.items() for name in names]
+    for row in rows.values():
+        assert row["passed"] and not row["error"]
+        assert len(row["checks"]) == 7 and all(check["passed"] for check in row["checks"])
+
+
+def test_figures_are_of_the_real_plan(rows):
+    for name in PROGRAMS[1][:4]:
+        one, eight = rows[1, name]["figures"], rows[8, name]["figures"]
+        # Weights and pool fill most of a GPU's memory, and eight GPUs share the weights.
+        assert one["argument_bytes"] > 16 << 30 and 0 < one["room_bytes"] < 20 << 30
+        assert one["alias_bytes"] > 12 << 30
+        assert eight["argument_bytes"] < one["argument_bytes"] / 2
+        assert not one["collectives"]
+        assert eight["collectives"] == {"all-reduce": 2 * FEW_LAYERS + 1, "all-gather": 1}
+        assert one["layer_launches"] > FEW_LAYERS
+
+
+@pytest.fixture(scope="module")
+def faults() -> dict[str, dict[str, str]]:
+    """Failed checks of each faulty program, with what was found."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "gpu_faults.py")],
+        env=environment() | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("fault", "failed", "detail"),
+    [
+        ("not donated", {"state aliased", "no copy of pool size"}, "0.0 MiB aliased of"),
+        ("copies the pool", {"no copy of pool size", "temporaries"}, "bf16["),
+        ("loops while the device says so", {"no control flow decided on the device"}, "while"),
+        ("branches as the device says", {"no control flow decided on the device"}, "cond"),
+        (
+            "not pinned to the mesh",
+            {"collectives", "results as the next program takes them"},
+            "expected 1 all-gather, 3 all-reduce",
+        ),
+        ("too little memory", {"device memory"}, "of 65,536.0 MiB"),
+        ("too little room for temporaries", {"temporaries"}, "of 1.0 MiB"),
+    ],
+)
+def test_a_broken_promise_fails_its_check(faults, fault, failed, detail):
+    assert set(faults[fault]) == failed
+    assert any(detail in found for found in faults[fault].values()), faults[fault]
+
+
+def test_the_unchanged_program_fails_no_check(faults):
+    assert faults["none"] == {}
+
+
+def test_a_dying_compiler_is_a_failed_row():
+    died = run("x", [sys.executable, "-c", "import os; os.abort()"])
+    assert not died.passed and "died of SIGABRT" in died.error
+    raised = run("x", [sys.executable, "-c", "raise ValueError('no such tile')"])
+    assert not raised.passed and raised.error == "ValueError: no such tile"
+
+
+def test_a_failed_program_is_named_and_sets_the_exit_status(monkeypatch, capsys):
+    found = json.dumps(Result("admit", checks=[Check("device memory", False, "9 of 8")]).to_json())
+    print_it = [sys.executable, "-c", f"print({found!r})"]
+    monkeypatch.setattr(cli.Job, "command", lambda self: print_it)
+    with pytest.raises(typer.Exit) as left:
+        cli.main(gpus=[1], program=["admit"])
+    assert left.value.exit_code == 1
+    assert "admit on 1 GPU: device memory: 9 of 8" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"device": "t4"}, "--device is one of h200"),
+        ({"gpus": [3]}, "--gpus is 1 or 8"),
+        ({"program": ["forward 3+3"]}, "no such program; known: forward 64+0"),
+    ],
+)
+def test_what_is_not_there_is_refused(asked, said, capsys):
+    with pytest.raises(typer.Exit) as left:
+        cli.main(**asked)
+    assert left.value.exit_code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+MODULE = """HloModule m, is_scheduled=true
+
+%body (p: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
+  %p = (s32[], /*index=1*/bf16[8,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = bf16[8,4]{1,0} get-tuple-element(%p), index=1
+  %y = bf16[8,4]{1,0} fusion(%x, %i), kind=kLoop, calls=%update, metadata={op_name="jit(f)/jit(_layer)/add"}
+  ROOT %t = (s32[], bf16[8,4]{1,0}) tuple(%i, %y)
+}
+
+%update (a: bf16[8,4], b: s32[]) -> bf16[8,4] {
+  %a = bf16[8,4]{1,0} parameter(0)
+  %b = s32[] parameter(1)
+  %row = bf16[1,4]{1,0} slice(%a), slice={[0:1], [0:4]}
+  %new = bf16[8,4]{1,0} dynamic-update-slice(%a, %row, %b, %b)
+  ROOT %same = bf16[8,4]{1,0} bitcast(%new)
+}
+
+ENTRY %main (x: bf16[8,4]) -> bf16[8,4] {
+  %x.1 = bf16[8,4]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %start = (s32[], bf16[8,4]{1,0}) tuple(%zero, %x.1)
+  %loop = (s32[], bf16[8,4]{1,0}) while(%start), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %got = bf16[8,4]{1,0} get-tuple-element(%loop), index=1
+  %sum = ((bf16[8,4]{1,0}), f32[8,4]{1,0}) all-reduce-start(%got), to_apply=%add
+  ROOT %copy.1 = bf16[8,4]{1,0} copy(%got)
+}
+"""  # noqa: E501
+
+
+def test_hlo_is_read_with_loops_shapes_and_updates_in_place():
+    module = Module(MODULE)
+    scheduled = {s.instruction.name: s for s in module.scheduled()}
+    assert scheduled["y"].times == 5 and scheduled["y"].looped
+    assert scheduled["copy.1"].times == 1 and not scheduled["copy.1"].looped
+    assert "row" not in scheduled and scheduled["loop"].instruction.trip_count == 5
+    assert scheduled["sum"].instruction.results == (Array("bf16", (8, 4)), Array("f32", (8, 4)))
+    assert [a.nbytes for a in scheduled["sum"].instruction.results] == [64, 128]
+    assert scheduled["y"].instruction.op_name == "jit(f)/jit(_layer)/add"
+    assert module.updates_in_place(scheduled["y"].instruction, 0)
+    assert not module.updates_in_place(scheduled["copy.1"].instruction, 0)
+    assert scheduled["start"].instruction.operands == ("zero", "x.1")
