@@ -126,9 +126,7 @@ def _layer(
         q: Float[Array, "T KV G hd"], k: Float[Array, "T KV hd"], v: Float[Array, "T KV hd"]
     ) -> Float[Array, "T KV G hd"]:
         nonlocal stored
-        stored = tuple(  # type: ignore[assignment]
-            write_kv(pages, place.pages, place.offsets, new) for pages, new in zip(pool, (k, v))
-        )
+        stored = write_kv(*pool, place.pages, place.offsets, k, v)
         rows = place.kv_lens.shape[0]
         how = {"scale": config.head_dim**-0.5, "implementation": model.attention}
         out = paged_attention(q[:rows], *stored, place.decode_table, place.kv_lens, **how)

@@ -2,13 +2,14 @@
 
 The pool of a layer is two arrays [pages, kv_heads, page_size, head_dim]. A sequence's tokens lie in
 the pages its row of the page table names, in order. Page 0 is the null page: padding reads and
-writes there, and what it holds is finite.
+writes there. Keys that a row must not see may be anything; values are finite in every page.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention import reference
@@ -59,16 +60,26 @@ def paged_prefill(
 
 
 def write_kv(
-    pool: Float[Array, "P KV ps hd"],
+    k_pool: Float[Array, "P KV ps hd"],
+    v_pool: Float[Array, "P KV ps hd"],
     pages: Int[Array, " T"],
     offsets: Int[Array, " T"],
-    values: Float[Array, "T KV hd"],
-) -> Float[Array, "P KV ps hd"]:
-    """Store one token a row at (page, offset), in place when the pool is donated.
+    k: Float[Array, "T KV hd"],
+    v: Float[Array, "T KV hd"],
+) -> tuple[Float[Array, "P KV ps hd"], Float[Array, "P KV ps hd"]]:
+    """Store one token a row at (page, offset), in place when the pools are donated.
 
     Several padding rows may hit the null page, so the indices are not promised to be unique.
+
+    Values in the pool are always finite: attention drops masked keys by selection, but masked
+    values by a weight of 0, and 0 * NaN would reach whoever uses the page next. Where a value is
+    not finite its key becomes NaN, which reaches all that attend to it and nobody else.
     """
-    return pool.at[pages, :, offsets].set(values.astype(pool.dtype), mode="promise_in_bounds")
+    k, v = k.astype(k_pool.dtype), v.astype(v_pool.dtype)
+    finite = jnp.isfinite(v).all(-1, keepdims=True)
+    k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
+    k_pool = k_pool.at[pages, :, offsets].set(k, mode="promise_in_bounds")
+    return k_pool, v_pool.at[pages, :, offsets].set(v, mode="promise_in_bounds")
 
 
 TILE_ROWS = reference.TILE_ROWS

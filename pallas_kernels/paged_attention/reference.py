@@ -25,13 +25,13 @@ def paged_attention(
     """See the package. `dynamic` stops at the longest live row instead of the table's end."""
     table, span = _whole_blocks(page_table, k_pool.shape[2])
     trips = _trips(jnp.max(kv_lens), table, span, k_pool.shape[2], dynamic)
-    q = (q * scale).astype(k_pool.dtype)
+    scaled = (q * scale).astype(k_pool.dtype)
 
     def turn(i: Int[Array, ""], state: tuple) -> tuple:
         pages = lax.dynamic_slice_in_dim(table, i * span, span, axis=1)
         valid = _positions(i, span, k_pool.shape[2])[None, :] < kv_lens[:, None]
         return _accumulate(
-            state, q, _gather(k_pool, pages), _gather(v_pool, pages), valid[:, None, None, :]
+            state, scaled, _gather(k_pool, pages), _gather(v_pool, pages), valid[:, None, None, :]
         )
 
     return _finish(lax.fori_loop(0, trips, turn, _start(q.shape)), q.dtype)
@@ -55,6 +55,7 @@ def paged_prefill(
 
     def tile(i: Int[Array, ""], out: Float[Array, "C2 KV G hd"]) -> Float[Array, "C2 KV G hd"]:
         first, count, slot, position = tiles[i]
+        first = jnp.where(count > 0, first, rows)  # padding tiles write past the chunk
         queries = lax.dynamic_slice_in_dim(padded, first, TILE_ROWS, axis=0)
         by_head = queries.transpose(1, 0, 2, 3).reshape(1, kv_heads, TILE_ROWS * group, head_dim)
         last = jnp.repeat(position + jnp.arange(TILE_ROWS), group)
