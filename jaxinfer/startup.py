@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxinfer.compile_watch import CompileWatch
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine import Engine
+from jaxinfer.host_memory import keep_freed_memory
 from jaxinfer.kv_pool import KVGroup, empty_pools, pages_for
 from jaxinfer.memory_plan import plan_memory
 from jaxinfer.models import family_of
@@ -65,6 +66,8 @@ def build_engine(
     options = empty_options(config.max_num_seqs)
     history = empty_history(config.max_num_seqs, model.config.vocab_size)
     device = jax.devices()[0]
+    if device.platform == "cpu":
+        keep_freed_memory()
     memory, groups = plan_memory(
         model.config,
         config,

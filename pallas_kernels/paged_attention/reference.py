@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-BLOCK_TOKENS = 128  # keys a loop turn attends to
+BLOCK_TOKENS = 64  # keys a loop turn attends to; measured, see docs/performance.md
 TILE_ROWS = 64  # query tokens of one prefill tile
 MASKED = -1e30  # finite: exp(MASKED - MASKED) must not be NaN
 
