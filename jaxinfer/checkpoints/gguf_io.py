@@ -24,6 +24,7 @@ from jaxinfer.models.hf_config import model_config
 
 _ROPE_DIVISORS = "rope_freqs.weight"  # llama3 scaling, one divisor for each frequency
 _SUFFIXES = (".weight", ".bias")
+_LONGEST_ARRAY = 1 << 22  # vocabularies have a few hundred thousand entries
 _DEQUANTISE_AT_ONCE = 1 << 22  # values; its temporaries are several times as large
 
 
@@ -32,11 +33,21 @@ class _CheckedReader(gguf.GGUFReader):
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
         if isinstance(self.data, np.memmap):  # its slices cost three times a plain array's
-            self.data = self.data.view(np.ndarray)
+            self.data = self.data.view(np.ndarray)  # type: ignore[assignment]
         end = int(offset) + np.dtype(dtype).itemsize * int(count)
         if end > self.data.size:
             raise ValueError(f"the header reaches to byte {end}, the file ends at {self.data.size}")
         return super()._get(offset, dtype, count, override_order)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == gguf.GGUFValueType.ARRAY:
+            length = int(self._get(int(orig_offs) + 4, np.uint64)[0])
+            if length > _LONGEST_ARRAY:
+                raise ValueError(
+                    f"a metadata array of {length} values at byte {orig_offs}; more than "
+                    f"{_LONGEST_ARRAY} are not believed"
+                )
+        return super()._get_field_parts(orig_offs, raw_type)
 
     def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
         for field in fields:

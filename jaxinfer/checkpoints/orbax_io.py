@@ -33,10 +33,12 @@ from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.source import non_finite, summarise
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of
+from jaxinfer.models.hf_config import check_sizes
 from jaxinfer.params import ParamSpec, Tree, map_specs, named_leaves
 from jaxinfer.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
+_SMALL = 1 << 16  # bytes; files up to this size are checked before any is used
 MANIFEST, PARAMS, TOKENIZER = "jaxinfer.json", "params", "tokenizer"
 
 
@@ -109,11 +111,17 @@ def read_manifest(path: Path) -> Manifest:
                 f"format_version = {data['format_version']}, this version of jaxinfer reads "
                 f"{FORMAT_VERSION}; convert the original again"
             )
+        config = ModelConfig.from_json(data["config"])
+        family_of(config.family)
+        check_sizes(config)
         return Manifest(
-            ModelConfig.from_json(data["config"]),
+            config,
             data["dtype"],
             data["source"],
-            {name: (tuple(shape), dtype) for name, (shape, dtype) in data["tensors"].items()},
+            {
+                n: (tuple(shape), np.dtype(kind).name)
+                for n, (shape, kind) in data["tensors"].items()
+            },
             {name: (size, crc) for name, (size, crc) in data["files"].items()},
         )
     except (ValueError, TypeError, KeyError, OSError) as error:
@@ -135,20 +143,24 @@ def restore(
         math.prod(shape) * np.dtype(kind).itemsize for shape, kind in manifest.tensors.values()
     )
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
-        checks = [pool.submit(_check_file, folder, *item) for item in manifest.files.items()]
-        failure, params = None, None
+        # Metadata first, so that nothing is read as it should not be; arrays while they are read.
+        by_size = sorted(manifest.files.items(), key=lambda item: item[1][0])
+        checks = [pool.submit(_check_file, folder, *item) for item in by_size]
+        small = sum(size <= _SMALL for _, (size, _) in by_size)
+        _raise_problems(path, [check.result() for check in checks[:small]])
         try:
             params = _checkpointer(largest + 1).restore(
                 folder, _restore_args(specs, dtype, sharding_of)
             )
         except Exception as error:  # Orbax and TensorStore raise many kinds
-            failure = error
-        changed = [problem for check in checks if (problem := check.result())]
-    if changed:
-        raise CheckpointError(summarise(str(path), changed)) from failure
-    if failure:
-        raise CheckpointError(f"{folder} cannot be restored: {failure}") from failure
+            raise CheckpointError(f"{folder} cannot be restored: {error}") from error
+        _raise_problems(path, [check.result() for check in checks[small:]])
     return params
+
+
+def _raise_problems(path: Path, problems: list[str | None]) -> None:
+    if found := [problem for problem in problems if problem]:
+        raise CheckpointError(summarise(str(path), found))
 
 
 def is_current(path: Path) -> bool:

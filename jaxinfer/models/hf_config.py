@@ -34,6 +34,16 @@ _FIELDS = {  # Hugging Face key -> RopeConfig field, for every rope_type we comp
     },
     "divisors": {"divisors": "divisors"},  # ours: what GGUF files carry instead of llama3's
 }
+_LIMITS = {  # far above any model there is: larger ones are damaged files
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "num_layers": 1 << 12,
+    "num_heads": 1 << 14,
+    "num_kv_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "max_position": 1 << 30,
+}
 _REQUIRED = {"factor", "low_freq_factor", "high_freq_factor", "divisors"}
 
 
@@ -60,23 +70,22 @@ def model_config(hf: dict[str, Any]) -> ModelConfig:
         config = family.config_from_hf(hf, rope_config(hf))
     except KeyError as error:
         raise ValueError(f"config.json lacks {error.args[0]!r}") from error
-    _check_sizes(config)
+    check_sizes(config)
     return config
 
 
-def _check_sizes(c: ModelConfig) -> None:
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
-             "num_kv_heads", "head_dim", "max_position")  # fmt: skip
-    for name in sizes:
+def check_sizes(c: ModelConfig) -> None:
+    """Raise ValueError for sizes that no model can have, or that contradict one another."""
+    for name, limit in _LIMITS.items():
         value = getattr(c, name)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"config: {name} = {value!r}, expected a positive integer")
+        if not isinstance(value, int) or not 1 <= value <= limit:
+            raise ValueError(f"{name} = {value!r}, expected an integer from 1 to {limit}")
     if c.num_heads % c.num_kv_heads:
         raise ValueError(
-            f"config: num_kv_heads = {c.num_kv_heads} does not divide num_heads = {c.num_heads}"
+            f"num_kv_heads = {c.num_kv_heads} does not divide num_heads = {c.num_heads}"
         )
     if c.head_dim % 2:
-        raise ValueError(f"config: head_dim = {c.head_dim} is odd; RoPE rotates pairs")
+        raise ValueError(f"head_dim = {c.head_dim} is odd; RoPE rotates pairs")
 
 
 def rope_config(hf: dict[str, Any]) -> RopeConfig:
