@@ -1,0 +1,29 @@
+"""A JAX/XLA runtime that serves language models.
+
+Importing this package imports no JAX: what needs it is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxinfer.llm import LLM, Completion
+    from jaxinfer.request import FinishReason, SamplingParams
+
+__all__ = ["LLM", "Completion", "FinishReason", "SamplingParams"]
+
+_HOME = {
+    "LLM": "jaxinfer.llm",
+    "Completion": "jaxinfer.llm",
+    "FinishReason": "jaxinfer.request",
+    "SamplingParams": "jaxinfer.request",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOME[name]), name)

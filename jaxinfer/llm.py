@@ -1,0 +1,288 @@
+"""The offline API: a model in this process, without a server.
+
+    from jaxinfer import LLM, SamplingParams
+
+    llm = LLM("demo")
+    for completion in llm.generate(["Once upon a time", "2 + 2 ="], SamplingParams(temperature=0)):
+        print(completion.text)
+
+The engine's steps run in the caller's thread, so an `LLM` is for one thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.request import (
+    Abort,
+    Counters,
+    FinishReason,
+    Request,
+    RequestError,
+    SamplingParams,
+    SequenceEvent,
+    Submit,
+    TokenLogprobs,
+    Violation,
+)
+from jaxinfer.text import Chat, Delta, OutputBuilder, Prompt, TextProcessor, Timing
+from jaxinfer.validation import EngineLimits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Protocol
+
+    from jaxinfer.checkpoints import LoadedModel
+    from jaxinfer.engine import Engine
+    from jaxinfer.request import Command
+    from jaxinfer.tokenizer import Tokenizer
+
+    Progress = Callable[[str, int, int], None]  # (what, done, total)
+
+    class Steppable(Protocol):
+        """What an LLM drives: an `Engine`."""
+
+        @property
+        def limits(self) -> EngineLimits: ...
+        @property
+        def counters(self) -> Counters: ...
+        @property
+        def has_work(self) -> bool: ...
+        def execute(self, command: Command, now: float) -> None: ...
+        def step(self, now: float) -> list[SequenceEvent]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The output for one prompt.
+
+    Attributes:
+        text: the output as text, as what follows the prompt.
+        token_ids: all output tokens, the one that ended the output included.
+        finish_reason: why it ended; `stop` is the stop string or token id that did it.
+        logprobs: one entry an output token, if asked for.
+        timing: seconds from submission to the engine.
+        prompt_token_ids: the prompt as the model saw it.
+        error: what failed when the finish reason is ERROR.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop: str | int | None
+    logprobs: list[TokenLogprobs]
+    timing: Timing
+    prompt_token_ids: list[int]
+    error: str = ""
+
+
+def open_engine(
+    model: str, config: EngineConfig, dtype: str | None = None, progress: Progress | None = None
+) -> tuple[LoadedModel, Engine]:
+    """Load the checkpoint at path `model`, or `demo`, and compile its engine.
+
+    `dtype` None is as stored; it takes the place of `config.dtype`. Raises CheckpointError for the
+    checkpoint, ValueError for a configuration that does not fit it.
+    """
+    from jaxinfer.checkpoints import load_model
+    from jaxinfer.demo import DEMO, demo_checkpoint
+    from jaxinfer.startup import build_engine
+
+    if config.tensor_parallel_size != 1:
+        raise ValueError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}; this version serves on one"
+            " device: leave it at 1"
+        )
+    path = demo_checkpoint(progress) if model == DEMO else model
+    loaded = load_model(path, dtype=dtype, progress=progress)
+    return loaded, build_engine(loaded, dataclasses.replace(config, dtype=loaded.dtype), progress)
+
+
+class LLM:
+    """One model, loaded and compiled.
+
+    `model` is an Orbax folder, a Hugging Face folder, a .gguf file or "demo"; `dtype` None is as
+    stored; further keywords are fields of `EngineConfig`. Raises what `open_engine` raises.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str | None = None,
+        progress: Progress | None = None,
+        **config: Any,
+    ):
+        loaded, engine = open_engine(str(model), EngineConfig(**config), dtype, progress)
+        self._attach(engine, loaded.tokenizer, loaded.generation.eos_ids)
+
+    @classmethod
+    def over(cls, engine: Steppable, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> LLM:
+        """An LLM over an engine that is ready."""
+        llm = cls.__new__(cls)
+        llm._attach(engine, tokenizer, eos_ids)
+        return llm
+
+    def _attach(self, engine: Steppable, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self._text = TextProcessor(tokenizer, eos_ids, engine.limits)
+        self._jobs: dict[str, _Job] = {}
+        self._ids = itertools.count(1)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """One completion for each prompt, in their order.
+
+        A prompt is a text, token ids, or chat messages; `params` is for all of them or one each.
+        Raises RequestError, before anything runs, if one of them cannot be honoured.
+        """
+        several = _several(prompts)
+        requests = self._requests(several, _params_of(several, params))
+        jobs = self._run(requests)
+        return [job.completion() for job in jobs]
+
+    def chat(
+        self,
+        messages: Chat | Sequence[Chat],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """As `generate`, for one conversation or several."""
+        return self.generate(cast("Prompt | Sequence[Prompt]", messages), params)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """The completion of one prompt as it is made. Leaving it early ends the request."""
+        (request,) = self._requests([prompt], [params or SamplingParams()])
+        return self._stream(request)
+
+    # -- how -------------------------------------------------------------------------------------
+
+    def _requests(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> list[Request]:
+        """Validated requests. Raises RequestError naming the prompt by its position."""
+        requests: list[Request] = []
+        for position, (prompt, each) in enumerate(zip(prompts, params)):
+            try:
+                ids = self._text.encode(prompt)
+                requests.append(self._text.request(ids, each, f"r{next(self._ids)}", 0.0))
+            except RequestError as error:
+                if len(prompts) == 1:
+                    raise
+                named = [
+                    Violation(f"prompts[{position}]: {v.field}", v.message)
+                    for v in error.violations
+                ]
+                raise RequestError(named) from error
+        return requests
+
+    def _run(self, requests: list[Request]) -> list[_Job]:
+        """Run requests to their ends, a bounded number of them in the engine at a time."""
+        waiting, jobs = iter(requests), []
+        window = 2 * self.engine.limits.max_num_seqs
+        try:
+            while True:
+                for request in itertools.islice(waiting, max(0, window - len(self._jobs))):
+                    jobs.append(self._submit(request))
+                if len(jobs) == len(requests) and all(job.output.finished for job in jobs):
+                    return jobs
+                self._step()
+        finally:
+            self._abandon(jobs)
+
+    def _stream(self, request: Request) -> Iterator[Delta]:
+        job = self._submit(request)
+        try:
+            while not job.output.finished:
+                self._step()
+                if job.delta.token_ids or job.output.finished:
+                    yield job.take()
+        finally:
+            self._abandon([job])
+
+    def _submit(self, request: Request) -> _Job:
+        now = time.monotonic()
+        request = dataclasses.replace(request, arrival=now)
+        job = _Job(request, self._text.output(request))
+        self.engine.execute(Submit(request), now)
+        self._jobs[request.id] = job
+        return job
+
+    def _step(self) -> None:
+        """One step of the engine; its events go to their jobs."""
+        for event in self.engine.step(time.monotonic()):
+            job = self._jobs.get(event.request_id)
+            if job is None:
+                continue  # it was left
+            job.delta.extend(job.output.push(event))
+            if job.output.finished:
+                del self._jobs[event.request_id]
+                if event.finish is None:  # a stop string, which the engine knows nothing of
+                    self._abort(job, FinishReason.STOP_STRING)
+
+    def _abandon(self, jobs: list[_Job]) -> None:
+        """End those that have not ended, and let the engine put everything back."""
+        for job in jobs:
+            if self._jobs.pop(job.request.id, None) is not None:
+                self._abort(job, FinishReason.CANCELLED)
+        while self.engine.has_work and not self._jobs:
+            self._step()
+
+    def _abort(self, job: _Job, reason: FinishReason) -> None:
+        self.engine.execute(Abort(job.request.id, reason), time.monotonic())
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One request on its way and what came of it since it was last taken."""
+
+    request: Request
+    output: OutputBuilder
+    delta: Delta = dataclasses.field(default_factory=Delta)
+
+    def take(self) -> Delta:
+        delta, self.delta = self.delta, Delta()
+        return delta
+
+    def completion(self) -> Completion:
+        whole = self.delta
+        assert whole.finish is not None and whole.timing is not None
+        return Completion(
+            whole.text,
+            whole.token_ids,
+            whole.finish.reason,
+            whole.finish.stop,
+            whole.logprobs,
+            whole.timing,
+            list(self.request.prompt),
+            whole.finish.error,
+        )
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """A list of prompts, also when one was given bare: a text, token ids, or a conversation."""
+    if isinstance(prompts, str):
+        return [prompts]
+    single = len(prompts) > 0 and not isinstance(prompts[0], str | Sequence)
+    if single or (len(prompts) > 0 and isinstance(prompts[0], Mapping)):
+        return [cast("Prompt", prompts)]
+    return cast("Sequence[Prompt]", prompts)
+
+
+def _params_of(
+    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise ValueError(f"{len(params)} params for {len(prompts)} prompts; give one, or one each")
+    return params
