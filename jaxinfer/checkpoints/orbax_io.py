@@ -139,8 +139,11 @@ def restore(
     check(path, manifest)
     specs = family_of(manifest.config.family).param_specs(manifest.config)
     folder = (path / PARAMS).absolute()
-    largest = max(
-        math.prod(shape) * np.dtype(kind).itemsize for shape, kind in manifest.tensors.values()
+    arguments = _restore_args(specs, dtype, sharding_of)
+    width = {name: spec.resolve_dtype(dtype).itemsize for name, spec in named_leaves(specs)}
+    largest = max(  # as stored or as restored, whichever is wider
+        math.prod(shape) * max(np.dtype(kind).itemsize, width[name])
+        for name, (shape, kind) in manifest.tensors.items()
     )
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
         # Metadata first, so that nothing is read as it should not be; arrays while they are read.
@@ -149,9 +152,7 @@ def restore(
         small = sum(size <= _SMALL for _, (size, _) in by_size)
         _raise_problems(path, [check.result() for check in checks[:small]])
         try:
-            params = _checkpointer(largest + 1).restore(
-                folder, _restore_args(specs, dtype, sharding_of)
-            )
+            params = _checkpointer(largest + 1).restore(folder, arguments)
         except Exception as error:  # Orbax and TensorStore raise many kinds
             raise CheckpointError(f"{folder} cannot be restored: {error}") from error
         _raise_problems(path, [check.result() for check in checks[small:]])

