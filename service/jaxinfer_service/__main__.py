@@ -1,0 +1,5 @@
+"""`python -m jaxinfer_service` is the `jaxinfer` command."""
+
+from jaxinfer_service.cli import main
+
+main()

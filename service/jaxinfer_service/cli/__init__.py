@@ -1,0 +1,78 @@
+"""The `jaxinfer` command.
+
+Each command's module imports what it needs when it runs, so that help is instant and only commands
+that compute import JAX.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from jaxinfer_service.cli.chat import chat
+from jaxinfer_service.cli.checkpoint import convert, inspect
+from jaxinfer_service.cli.generate import generate
+from jaxinfer_service.cli.options import Command
+from jaxinfer_service.cli.serve import serve
+
+app = typer.Typer(
+    name="jaxinfer",
+    help="Serve language models with JAX.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_RUN, _CHECKPOINTS, _MEASURE = "Run a model", "Checkpoints", "Measure"
+
+app.command(rich_help_panel=_RUN, cls=Command)(serve)
+app.command(rich_help_panel=_RUN, cls=Command)(generate)
+app.command(rich_help_panel=_RUN, cls=Command)(chat)
+app.command(rich_help_panel=_CHECKPOINTS, cls=Command)(convert)
+app.command(rich_help_panel=_CHECKPOINTS, cls=Command)(inspect)
+
+
+class _BenchGroup(TyperGroup):
+    """The benchmarks, imported when one of them is asked for."""
+
+    def _real(self) -> Any:
+        import jaxinfer_service.bench_serve  # noqa: F401 -- adds `serve` to the group
+        from jaxinfer.bench.cli import app as bench
+
+        return typer.main.get_command(bench)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return self._real().list_commands(ctx)
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        return self._real().get_command(ctx, name)
+
+
+app.add_typer(
+    typer.Typer(cls=_BenchGroup, no_args_is_help=True),
+    name="bench",
+    help="Measure throughput, latency, steps, and a running server.",
+    rich_help_panel=_MEASURE,
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    show_version: bool = typer.Option(False, "--version", help="Print the version and leave."),
+) -> None:
+    if show_version:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(f"jaxinfer {version('jaxinfer')}")
+        except PackageNotFoundError:
+            typer.echo("jaxinfer, run from a folder that is not installed")
+        raise typer.Exit
+
+
+def main() -> None:
+    """The entry point."""
+    app(prog_name="jaxinfer")

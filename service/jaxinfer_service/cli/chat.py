@@ -1,0 +1,131 @@
+"""`jaxinfer chat`: a conversation with a running server."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxinfer_service.cli import console, options
+
+if TYPE_CHECKING:
+    from jaxinfer_service.client import Client
+
+_HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer."
+
+
+def chat(
+    server: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server.")] = (
+        "localhost:50051"
+    ),
+    model: Annotated[
+        str, typer.Option(help="Its model's name.", show_default="whichever it serves")
+    ] = "",
+    system: Annotated[
+        str | None, typer.Option(help="A system message to begin with.", show_default=False)
+    ] = None,
+    temperature: options.Temperature = 0.7,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: options.Seed = None,
+    max_new_tokens: options.MaxNewTokens = None,
+) -> None:
+    """Chat with a server; answers stream. Works piped too: each line of input is a message."""
+    from jaxinfer_service.client import Client
+
+    sampling = options.given(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+    )
+    with Client(server) as client:
+        _require_serving(client)
+        conversation = Conversation(client, model, system, sampling)
+        interactive = sys.stdin.isatty()
+        if interactive:
+            typer.echo(_HELP, err=True)
+        for line in _lines(interactive):
+            if line == "/quit":
+                return
+            if line == "/reset":
+                conversation.reset()
+            elif line.startswith("/"):
+                typer.echo(f"{line.split()[0]} is no command. {_HELP}", err=True)
+            elif line and not conversation.ask(line) and not interactive:
+                raise typer.Exit(1)
+
+
+def _require_serving(client: Client) -> None:
+    import grpc
+
+    try:
+        if client.is_serving(5.0):
+            return
+        console.fail(f"{client.target} is not serving yet, or not any more; its log says why")
+    except grpc.RpcError as error:
+        hint = "start one with: jaxinfer serve demo"
+        console.fail(f"no server answers at {client.target} ({_said(error)}); {hint}")
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    """What the user says, line by line."""
+    if not interactive:
+        yield from (line.strip() for line in sys.stdin)
+        return
+    import readline  # noqa: F401 -- gives input() editing and history
+
+    while True:
+        try:
+            yield input("> ").strip()
+        except KeyboardInterrupt:
+            typer.echo("\n" + _HELP, err=True)
+        except EOFError:
+            typer.echo()
+            return
+
+
+class Conversation:
+    """The messages so far, and how to get the next one."""
+
+    def __init__(self, client: Client, model: str, system: str | None, sampling: dict[str, Any]):
+        self._client = client
+        self._model = model
+        self._start = [{"role": "system", "content": system}] if system is not None else []
+        self._sampling = sampling
+        self.messages = list(self._start)
+
+    def reset(self) -> None:
+        self.messages = list(self._start)
+
+    def ask(self, text: str) -> bool:
+        """Stream the answer to stdout. False after an error, which leaves no trace in messages."""
+        import grpc
+
+        messages = [*self.messages, {"role": "user", "content": text}]
+        call: Any = self._client.stream(messages, model=self._model, **self._sampling)
+        answer = ""
+        try:
+            for chunk in call:
+                answer += chunk.text
+                typer.echo(chunk.text, nl=False)
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            call.cancel()
+        except grpc.RpcError as error:
+            typer.echo(f"\njaxinfer: {_said(error)}", err=True)
+            return False
+        typer.echo()
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return True
+
+
+def _said(error: Any) -> str:
+    return f"{error.code().name}: {error.details()}"

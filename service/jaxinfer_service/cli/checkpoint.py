@@ -1,0 +1,72 @@
+"""`jaxinfer convert` and `jaxinfer inspect`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from jaxinfer_service.cli import console, options
+
+
+def convert(
+    src: Annotated[
+        str, typer.Argument(metavar="SRC", help="A Hugging Face folder or a .gguf file.")
+    ],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="The Orbax folder to write.")],
+    dtype: options.Dtype = None,
+    log_level: options.LogLevel = "warning",
+    log_format: options.LogFormat = "text",
+) -> None:
+    """Convert a checkpoint to Orbax, config and tokenizer included."""
+    console.set_up_logging(log_level, log_format)
+    from jaxinfer.checkpoints import convert as convert_checkpoint
+
+    try:
+        with console.progress() as progress:
+            path = convert_checkpoint(src, dst, options.stored_dtype(dtype), progress)
+    except (ValueError, OSError, MemoryError) as error:
+        console.fail(error)
+    typer.echo(f"{path} is ready: jaxinfer serve {path}")
+
+
+def inspect(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH", help="An Orbax or Hugging Face folder, a .gguf file, or `demo`."
+        ),
+    ],
+    device_memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=options.parse_size,
+            metavar="SIZE",
+            help="Say what fits on a device with this much, e.g. 80GiB.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+    log_level: options.LogLevel = "warning",
+    log_format: options.LogFormat = "text",
+) -> None:
+    """Say what a checkpoint is, from its headers: shapes, sizes, tokenizer. Loads nothing."""
+    console.set_up_logging(log_level, log_format)
+    from jaxinfer.checkpoints import describe, inspect_checkpoint
+    from jaxinfer.demo import DEMO, demo_checkpoint
+
+    try:
+        with console.progress() as progress:
+            info = inspect_checkpoint(demo_checkpoint(progress) if path == DEMO else path)
+    except (ValueError, OSError) as error:
+        console.fail(error)
+    if as_json:
+        fields: dict[str, Any] = info.to_json()
+        if device_memory is not None:
+            fields["kv_tokens_on_device"] = info.kv_tokens_within(device_memory, info.dtype)
+        typer.echo(json.dumps(fields, indent=1))
+        return
+    from rich.console import Console
+
+    Console().print(describe(info, None if device_memory is None else device_memory / 2**30))

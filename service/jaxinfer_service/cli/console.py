@@ -1,0 +1,121 @@
+"""What commands say: log lines, progress and errors, all on stderr. stdout is for answers."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import typer
+
+Progress = Callable[[str, int, int], None]  # (what, done, total)
+
+OURS = ("jaxinfer", "jaxinfer_service")
+LEVELS = ("debug", "info", "warning", "error")
+_STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
+
+logger = logging.getLogger(__name__)
+
+
+def set_up_logging(level: str, form: str) -> None:
+    """One handler for all; other packages' records from warnings on. Raises typer.BadParameter."""
+    if level not in LEVELS:
+        raise typer.BadParameter(f"--log-level {level!r} is not one of {', '.join(LEVELS)}")
+    if form not in ("text", "json"):
+        raise typer.BadParameter(f"--log-format {form!r} is neither text nor json")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    for name in OURS:
+        logging.getLogger(name).setLevel(level.upper())
+
+
+def _time(record: logging.LogRecord) -> str:
+    when = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+    return when.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _extra(record: logging.LogRecord) -> dict[str, object]:
+    return {k: v for k, v in vars(record).items() if k not in _STANDARD}
+
+
+class _TextFormatter(logging.Formatter):
+    """time LEVEL message key=value ..."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        pairs = [f"{key}={value}" for key, value in _extra(record).items()]
+        line = " ".join([_time(record), record.levelname, record.getMessage(), *pairs])
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, object] = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_extra(record),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str, ensure_ascii=False)
+
+
+def fail(error: object) -> NoReturn:
+    """One clear line, and exit code 1."""
+    logger.debug("failed", exc_info=error if isinstance(error, BaseException) else None)
+    typer.echo(f"jaxinfer: {error}", err=True)
+    raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Progress]:
+    """Shows what is being done: a bar on a terminal, else a log line as each thing is done."""
+    if sys.stderr.isatty():
+        with _bar() as report:
+            yield report
+    else:
+        yield _LoggedProgress()
+
+
+class _LoggedProgress:
+    def __init__(self) -> None:
+        self._what = ""
+        self._since = time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if what != self._what:
+            self._what, self._since = what, time.monotonic()
+        if done >= total:
+            logger.info("%s: done in %.1f s", what, time.monotonic() - self._since)
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+    )  # fmt: skip
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("", total=None)
+        current = ""
+
+        def report(what: str, done: int, total: int) -> None:
+            nonlocal current
+            if what != current:
+                current = what
+                bars.reset(task)
+            bars.update(task, description=what, completed=done, total=total)
+
+        yield report

@@ -1,0 +1,67 @@
+"""Options of other engines that this one does not have, and what to use instead."""
+
+from __future__ import annotations
+
+_POOL = "KV pages stay on the device, and sequences that do not fit wait or are recomputed; "
+_ONE_DEVICE = "this version serves on one device; run one server for each device"
+_CHECKPOINT = "the checkpoint's own is used; convert or edit the checkpoint instead"
+_NO_AUTH = "the server has no TLS or keys yet; keep it on a private --host, or behind a proxy"
+_NO_ADAPTERS = "adapters are not supported; merge them into the checkpoint"
+_ALWAYS = "is always on; leave it out"
+_REQUEST = "is set by each request, not by the server"
+
+ADVICE: dict[str, str] = {
+    "--swap-space": _POOL + "give the pool more with --kv-cache-memory",
+    "--cpu-offload-gb": "weights stay on the device; use a smaller --dtype",
+    "--kv-offloading-size": _POOL + "give the pool more with --kv-cache-memory",
+    "--enforce-eager": "every step is a compiled program, and later starts take them from the"
+    " compilation cache; leave it out",
+    "--cuda-graph-sizes": "follow from --max-num-seqs and --max-num-batched-tokens",
+    "--num-gpu-blocks-override": "use --kv-cache-memory",
+    "--kv-cache-memory-bytes": "use --kv-cache-memory, e.g. 2GiB",
+    "--enable-lora": _NO_ADAPTERS,
+    "--lora-modules": _NO_ADAPTERS,
+    "--lora-paths": _NO_ADAPTERS,
+    "--quantization": "weights are served in --dtype; quantised GGUF files are dequantised",
+    "--enable-prefix-caching": "there is no prefix cache yet; leave it out",
+    "--no-enable-prefix-caching": "there is no prefix cache; leave it out",
+    "--disable-radix-cache": "there is no prefix cache; leave it out",
+    "--enable-chunked-prefill": _ALWAYS + "; --max-num-batched-tokens sets the chunk",
+    "--speculative-config": "speculative decoding is not supported; leave it out",
+    "--pipeline-parallel-size": _ONE_DEVICE,
+    "--data-parallel-size": _ONE_DEVICE,
+    "--tp": "use --tensor-parallel-size",
+    "--tp-size": "use --tensor-parallel-size",
+    "--tensor-parallel": "use --tensor-parallel-size",
+    "--num-shard": "use --tensor-parallel-size",
+    "--model": "give the model as an argument: jaxinfer serve MODEL",
+    "--model-path": "give the model as an argument: jaxinfer serve MODEL",
+    "--model-id": "give the model as an argument: jaxinfer serve MODEL",
+    "--context-length": "use --max-model-len",
+    "--ctx-size": "use --max-model-len",
+    "--max-total-tokens": "use --max-model-len",
+    "--max-input-tokens": "use --max-model-len",
+    "--max-running-requests": "use --max-num-seqs",
+    "--max-batch-size": "use --max-num-seqs",
+    "--parallel": "use --max-num-seqs",
+    "--chunked-prefill-size": "use --max-num-batched-tokens",
+    "--max-batch-prefill-tokens": "use --max-num-batched-tokens",
+    "--mem-fraction-static": "use --gpu-memory-utilization",
+    "--cuda-memory-fraction": "use --gpu-memory-utilization",
+    "--max-concurrent-requests": "use --max-queued-requests",
+    "--device": "set the environment variable JAX_PLATFORMS, e.g. cpu or cuda",
+    "--trust-remote-code": "a checkpoint's code is never run; leave it out",
+    "--tokenizer": _CHECKPOINT,
+    "--chat-template": _CHECKPOINT,
+    "--hf-overrides": _CHECKPOINT,
+    "--load-format": "is found from the files; leave it out",
+    "--download-dir": "set the environment variable JAXINFER_CACHE",
+    "--api-key": _NO_AUTH,
+    "--ssl-keyfile": _NO_AUTH,
+    "--ssl-certfile": _NO_AUTH,
+    "--generation-config": _REQUEST,
+    "--override-generation-config": _REQUEST,
+    "--disable-log-requests": "requests are logged with --log-level debug only; leave it out",
+    "--uvicorn-log-level": "use --log-level",
+    "--max-log-len": "prompts are never logged; leave it out",
+}

@@ -1,0 +1,141 @@
+"""`jaxinfer generate`: offline, without a server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxinfer_service.cli import console, options
+
+if TYPE_CHECKING:
+    from jaxinfer import LLM, Completion, SamplingParams
+
+
+def generate(
+    model: options.Model,
+    prompt: Annotated[
+        list[str],
+        typer.Option("--prompt", "-p", help="What to continue; repeatable; -: standard input."),
+    ],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Each prompt is a question to the model's chat form.")
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="One JSON object a prompt: ids, text, finish reason, timing, ..."
+        ),
+    ] = False,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    seed: options.Seed = None,
+    max_new_tokens: options.MaxNewTokens = None,
+    stop: options.Stop = None,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos", help="Go on after the model's end token.", rich_help_panel="Sampling"
+        ),
+    ] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            help="With --json: of chosen tokens and this many others.", rich_help_panel="Sampling"
+        ),
+    ] = None,
+    dtype: options.Dtype = None,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = 8,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = 512,
+    tensor_parallel_size: options.TensorParallelSize = 1,
+    kv_cache_memory: options.KvCacheMemory = None,
+    gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
+    log_level: options.LogLevel = "warning",
+    log_format: options.LogFormat = "text",
+) -> None:
+    """Continue prompts in this process, without a server; the text streams to stdout."""
+    console.set_up_logging(log_level, log_format)
+    if logprobs is not None and not as_json:
+        raise typer.BadParameter("--logprobs is for --json; add it")
+    from jaxinfer import SamplingParams
+
+    params = SamplingParams(
+        temperature=temperature,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+        **options.given(
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            seed=seed,
+            max_new_tokens=max_new_tokens,
+            logprobs=logprobs,
+        ),
+    )
+    config = options.engine_config(
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_memory=kv_cache_memory,
+        gpu_memory_utilization=gpu_memory_utilization,
+        tensor_parallel_size=tensor_parallel_size,
+    )
+    prompts = [_prompt(text, chat) for text in prompt]
+    try:
+        with console.progress() as progress:
+            llm = _open(model, options.stored_dtype(dtype), config, progress)
+        _answer(llm, model, prompts, params, as_json)
+    except (ValueError, RuntimeError, OSError, MemoryError) as error:
+        console.fail(error)
+
+
+def _prompt(text: str, chat: bool) -> Any:
+    text = sys.stdin.read() if text == "-" else text
+    return [{"role": "user", "content": text}] if chat else text
+
+
+def _open(model: str, dtype: str | None, config: Any, progress: console.Progress) -> LLM:
+    from jaxinfer import LLM
+
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    del fields["dtype"]
+    return LLM(model, dtype=dtype, progress=progress, **fields)
+
+
+def _answer(
+    llm: LLM, model: str, prompts: list[Any], params: SamplingParams, as_json: bool
+) -> None:
+    if as_json:
+        for completion in llm.generate(prompts, params):
+            typer.echo(json.dumps({"model": model, **_fields(completion)}, ensure_ascii=False))
+        return
+    for prompt in prompts:
+        for delta in llm.stream(prompt, params):
+            typer.echo(delta.text, nl=False)
+            sys.stdout.flush()
+            if delta.finish is not None and delta.finish.error:
+                raise RuntimeError(delta.finish.error)
+        typer.echo()
+
+
+def _fields(completion: Completion) -> dict[str, Any]:
+    """A completion as JSON."""
+    fields = dataclasses.asdict(completion)
+    fields["finish_reason"] = completion.finish_reason.value
+    fields["logprobs"] = [
+        {"logprob": entry.logprob, "top": [{"token_id": i, "logprob": v} for i, v in entry.top]}
+        for entry in completion.logprobs
+    ]
+    return fields
