@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.request import MAX_LOGPROBS
 from jaxinfer.sampler_outcomes import AT_LIMIT, IDLE, NOT_FINITE, RUNNING, STOPPED
-from jaxinfer.slot_state import History, Options, Slots
+from jaxinfer.slot_state import MAX_COUNT, History, Options, Slots
 
 Variant = Literal["greedy", "draw", "filter", "full"]
 VARIANTS: tuple[Variant, ...] = ("greedy", "draw", "filter", "full")
@@ -145,22 +145,31 @@ def _draw(weights: Float[Array, "R V"], uniform: Float[Array, " R"]) -> Int[Arra
     """Inverse-CDF draw in two levels: pick a block by its sum, then an entry of the block."""
     padded = jnp.pad(weights, ((0, 0), (0, -weights.shape[1] % DRAW_BLOCK)))
     blocks = padded.reshape(weights.shape[0], -1, DRAW_BLOCK)
-    cumulative = jnp.cumsum(blocks.sum(-1), axis=1)
+    mass = blocks.sum(-1)
+    cumulative = jnp.cumsum(mass, axis=1)
     target = uniform * cumulative[:, -1]
-    block = _first_above(cumulative, target)
+    block = _first_above(mass, cumulative, target)
     before = jnp.where(
         block > 0, jnp.take_along_axis(cumulative, jnp.maximum(block - 1, 0)[:, None], 1)[:, 0], 0
     )
     entries = jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
-    entry = _first_above(jnp.cumsum(entries, axis=1), target - before)
+    entry = _first_above(entries, jnp.cumsum(entries, axis=1), target - before)
     return (block * DRAW_BLOCK + entry).astype(jnp.int32)
 
 
-def _first_above(cumulative: Float[Array, "R N"], target: Float[Array, " R"]) -> Int[Array, " R"]:
-    """First index whose running sum exceeds the target; rounding never passes the last increase."""
-    below = (cumulative <= target[:, None]).sum(-1)
-    last_increase = (cumulative < cumulative[:, -1:]).sum(-1)
-    return jnp.minimum(below, last_increase)
+def _first_above(
+    weights: Float[Array, "R N"], cumulative: Float[Array, "R N"], target: Float[Array, " R"]
+) -> Int[Array, " R"]:
+    """First index with weight whose running sum exceeds the target, or else the last with weight.
+
+    Asking for weight matters: running sums are added up in a tree, so rounding can make them grow
+    a little where there is none.
+    """
+    ids = jnp.arange(weights.shape[1], dtype=jnp.int32)[None, :]
+    weighty = weights > 0
+    last = jnp.where(weighty, ids, 0).max(-1)
+    above = weighty & (cumulative > target[:, None])
+    return jnp.minimum(jnp.where(above, ids, weights.shape[1]).min(-1), last)
 
 
 def _add_bias(
@@ -185,9 +194,11 @@ def _penalise(
 
 
 def _count(history: History | None, rows: SampleRows, tokens: Int[Array, " R"]) -> History:
+    """Count the chosen tokens of live rows; a count stays at MAX_COUNT once there."""
     assert history is not None
-    counts = history.output_counts.at[rows.slots, tokens].add(rows.live.astype(jnp.int16))
-    return history._replace(output_counts=counts)
+    seen = history.output_counts[rows.slots, tokens]
+    one = (rows.live & (seen < MAX_COUNT)).astype(seen.dtype)
+    return history._replace(output_counts=history.output_counts.at[rows.slots, tokens].add(one))
 
 
 def _logprobs(logits: Float[Array, "R V"], tokens: Int[Array, " R"]) -> list[Int[Array, "R cols"]]:
@@ -209,7 +220,9 @@ def _outcome(
     stops = (options.stop_ids[rows.slots] == tokens[:, None]).any(-1)
     at_limit = positions + 1 >= options.number("limit", rows.slots)
     outcome = jnp.where(stops, STOPPED, jnp.where(at_limit, AT_LIMIT, RUNNING))
-    outcome = jnp.where(jnp.isfinite(logits.max(-1)), outcome, NOT_FINITE)
+    # -inf rules a token out. NaN is asked for by itself: XLA's max may pass over it.
+    sound = jnp.isfinite(logits.max(-1)) & ~jnp.isnan(logits).any(-1)
+    outcome = jnp.where(sound, outcome, NOT_FINITE)
     return jnp.where(rows.live, outcome, IDLE).astype(jnp.int32)
 
 

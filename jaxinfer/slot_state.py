@@ -18,6 +18,7 @@ from jaxinfer.sequence import Sequence
 
 HISTORY_CHUNK = 512  # tokens of penalty history one upload carries
 NO_TOKEN = -1
+MAX_COUNT = 2**15 - 1  # occurrences of a token that a penalty can count
 
 
 class Slots(NamedTuple):
@@ -46,7 +47,7 @@ class Options(NamedTuple):
 class History(NamedTuple):
     """Tokens seen by each slot, kept only for requests with penalties."""
 
-    output_counts: Int[Array, "N V"]  # int16: times generated
+    output_counts: Int[Array, "N V"]  # int16: times generated, at most MAX_COUNT
     in_prompt: Bool[Array, "N V"]
 
 
@@ -159,8 +160,9 @@ def load_history(history: History, packed: Int[Array, " size"]) -> History:
     clear, output = (flags & 1) > 0, (flags & 2) > 0
     real = tokens != NO_TOKEN
     where = jnp.maximum(tokens, 0)
-    counts = jnp.where(clear, 0, history.output_counts[slot])
+    counts = jnp.where(clear, 0, history.output_counts[slot].astype(jnp.int32))
     seen = ~clear & history.in_prompt[slot]
-    counts = counts.at[where].add((real & output).astype(jnp.int16))
+    counts = counts.at[where].add((real & output).astype(jnp.int32))
+    counts = jnp.minimum(counts, MAX_COUNT).astype(jnp.int16)
     seen = seen.at[where].max(real & ~output)
     return History(history.output_counts.at[slot].set(counts), history.in_prompt.at[slot].set(seen))
