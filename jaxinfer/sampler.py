@@ -80,8 +80,13 @@ def _first_maximum(x: Float[Array, "R V"]) -> Int[Array, " R"]:
     A row without a maximum (NaN) yields the last id, which is in range.
     """
     ids = jnp.arange(x.shape[1], dtype=jnp.int32)
-    best = jnp.where(x == x.max(-1, keepdims=True), ids, x.shape[1] - 1)
+    best = jnp.where(x == _maximum(x)[:, None], ids, x.shape[1] - 1)
     return best.min(-1)
+
+
+def _maximum(x: Float[Array, "R V"]) -> Float[Array, " R"]:
+    """The largest entry, or inf if there is a NaN: XLA's own max may pass over those."""
+    return jnp.where(jnp.isnan(x), jnp.inf, x).max(-1)
 
 
 def _tempered(logits: Float[Array, "R V"], temperature: Float[Array, " R"]) -> Float[Array, "R V"]:
@@ -220,9 +225,7 @@ def _outcome(
     stops = (options.stop_ids[rows.slots] == tokens[:, None]).any(-1)
     at_limit = positions + 1 >= options.number("limit", rows.slots)
     outcome = jnp.where(stops, STOPPED, jnp.where(at_limit, AT_LIMIT, RUNNING))
-    # -inf rules a token out. NaN is asked for by itself: XLA's max may pass over it.
-    sound = jnp.isfinite(logits.max(-1)) & ~jnp.isnan(logits).any(-1)
-    outcome = jnp.where(sound, outcome, NOT_FINITE)
+    outcome = jnp.where(jnp.isfinite(_maximum(logits)), outcome, NOT_FINITE)
     return jnp.where(rows.live, outcome, IDLE).astype(jnp.int32)
 
 
