@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import threading
 
 from fake_engine import byte_tokenizer
 from jaxinfer_service.client import AsyncClient
@@ -59,3 +60,28 @@ def in_loop(test):
         asyncio.run(test(*args, **kwargs))
 
     return wrapper
+
+
+@contextlib.contextmanager
+def server_thread(engine, **config):
+    """The address of a server that runs in a thread, for clients that block."""
+    ready, stop = threading.Event(), []
+    address = []
+
+    async def run():
+        async with serving(engine, **config) as (server, _):
+            address.append(f"127.0.0.1:{server.port}")
+            leave = asyncio.Event()
+            stop.append((asyncio.get_running_loop(), leave))
+            ready.set()
+            await leave.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    assert ready.wait(20), "the server did not start"
+    try:
+        yield address[0]
+    finally:
+        loop, leave = stop[0]
+        loop.call_soon_threadsafe(leave.set)
+        thread.join(20)

@@ -13,7 +13,7 @@ from tiny_checkpoint import hf_folder
 from typer.testing import CliRunner
 
 from jaxinfer.bench.cli import app
-from jaxinfer.bench.drive import drive
+from jaxinfer.bench.drive import decode_rate, drive, full_decode_steps
 from jaxinfer.bench.offline import latency
 from jaxinfer.bench.workload import WorkItem
 from jaxinfer.request import FinishReason, SequenceEvent
@@ -65,8 +65,8 @@ def test_rates_by_hand():
     assert run.elapsed == 10.25
     assert (run.prompt_tokens, run.output_tokens) == (80, 8)
     # Only the steps of 0.5 s and 1.5 s gave both streams a token that was not a first one.
-    assert run.full_decode_steps == [(2, 0.5), (2, 1.5)]
-    assert run.decode_rate == 2.0
+    assert full_decode_steps(run.marks, run.streams) == [(2, 0.5), (2, 1.5)]
+    assert decode_rate(run.marks, run.streams) == 2.0
     assert run.prefill_rate == 80 / 8.0
 
 
@@ -74,7 +74,7 @@ def test_the_first_wave_is_what_runs_at_once():
     tape = Tape((2.0, {0: 1}, (0,)), (2.0, {1: 1}, (1,)))
     run = drive(tape, [WorkItem((1,) * 30, 1), WorkItem((2,) * 50, 1)], 1, clock=tape.clock)
     assert run.prefill_rate == 30 / 2.0
-    assert run.decode_rate is None  # there was no step that only decoded
+    assert decode_rate(run.marks, run.streams) is None  # there was no step that only decoded
 
 
 def test_requests_are_greedy_and_run_to_their_length():

@@ -11,6 +11,7 @@ Definitions, the same for every engine that is compared (docs/benchmarking.md):
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -73,27 +74,31 @@ class Timeline:
         return sum(mark.tokens for mark in self.marks)
 
     @property
-    def full_decode_steps(self) -> list[tuple[int, float]]:
-        """(tokens, seconds) of every full decode step."""
-        streams = min(self.concurrency, len(self.items))
-        return [
-            (mark.tokens, mark.time - before.time)
-            for before, mark in zip(self.marks, self.marks[1:])
-            if mark.tokens >= streams and mark.firsts == 0
-        ]
-
-    @property
-    def decode_rate(self) -> float | None:
-        """Tokens a second with all streams decoding; None if that never happened."""
-        steps = self.full_decode_steps
-        return sum(t for t, _ in steps) / sum(s for _, s in steps) if steps else None
+    def streams(self) -> int:
+        """How many requests run at once at most."""
+        return min(self.concurrency, len(self.items))
 
     @property
     def prefill_rate(self) -> float:
         """Prompt tokens a second until the first wave has its first tokens."""
-        wave = range(min(self.concurrency, len(self.items)))
+        wave = range(self.streams)
         tokens = sum(len(self.items[i].prompt) for i in wave)
         return tokens / max(self.first_token[i] for i in wave)
+
+
+def full_decode_steps(marks: Sequence[StepMark], streams: int) -> list[tuple[int, float]]:
+    """(tokens, seconds) of every full decode step."""
+    return [
+        (mark.tokens, mark.time - before.time)
+        for before, mark in itertools.pairwise(marks)
+        if mark.tokens >= streams and mark.firsts == 0
+    ]
+
+
+def decode_rate(marks: Sequence[StepMark], streams: int) -> float | None:
+    """Tokens a second with all streams decoding; None if that never happened."""
+    steps = full_decode_steps(marks, streams)
+    return sum(t for t, _ in steps) / sum(s for _, s in steps) if steps else None
 
 
 def requests_for(engine: Steppable, items: Sequence[WorkItem], seed: int = 0) -> list[Request]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.bench.drive import Progress, drive
+from jaxinfer.bench.drive import Progress, decode_rate, drive, full_decode_steps
 from jaxinfer.bench.workload import WorkItem
 from jaxinfer.engine import Engine
 
@@ -26,7 +26,7 @@ def throughput(
     total = run.prompt_tokens + run.output_tokens
     return {
         "num_requests": len(items),
-        "concurrency": min(concurrency, len(items)),
+        "concurrency": run.streams,
         "elapsed_time": run.elapsed,
         "total_num_tokens": total,
         "total_input_tokens": run.prompt_tokens,
@@ -36,8 +36,8 @@ def throughput(
         "prompt_tokens_per_second": run.prompt_tokens / run.elapsed,
         "output_tokens_per_second": run.output_tokens / run.elapsed,
         "prefill_tokens_per_second": run.prefill_rate,
-        "decode_tokens_per_second": run.decode_rate,
-        "full_decode_steps": len(run.full_decode_steps),
+        "decode_tokens_per_second": decode_rate(run.marks, run.streams),
+        "full_decode_steps": len(full_decode_steps(run.marks, run.streams)),
         "num_steps": len(run.marks),
     }
 

@@ -1,0 +1,126 @@
+"""The comparison with peers: order of turns, pairing, the workers' line protocol."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxinfer.bench.drive import StepMark
+from jaxinfer.bench.peers import Cell, LlamaBatchedBench, Worker, cells, compare
+
+DECODE, PREFILL = Cell(2, 8, 3), Cell(1, 16, 0)
+
+# Answers every job with one prefill step of 2 s and decode steps of 0.5 s, after some chatter.
+WORKER = """
+import json, sys
+for line in sys.stdin:
+    job = json.loads(line)
+    rows = len(job["prompts"])
+    marks = [[2.0 + 0.5 * i, rows, rows * (i == 0)] for i in range(job["output_len"])]
+    print("loading weights")
+    print(json.dumps({"marks": marks}), flush=True)
+"""
+
+
+class Fixed:
+    """A contender with known rates, one a measurement."""
+
+    def __init__(self, name: str, log: list, *rates: float):
+        self.name, self.log, self.rates = name, log, list(rates)
+
+    def measure(self, cell: Cell, seed: int) -> float:
+        self.log.append((self.name, seed))
+        return self.rates.pop(0)
+
+    def close(self) -> None:
+        self.log.append((self.name, "closed"))
+
+
+def test_rates_of_a_cell_by_hand():
+    marks = [StepMark(2.0, 1, 1), StepMark(4.0, 2, 1), StepMark(4.5, 2, 0), StepMark(5.0, 2, 0)]
+    assert DECODE.rate(marks) == 4.0
+    assert PREFILL.rate([StepMark(2.0, 1, 1)]) == 8.0
+    with pytest.raises(RuntimeError, match="never all decoded"):
+        DECODE.rate(marks[:2])
+
+
+def test_cells_ask_for_one_token_more_than_they_decode():
+    assert cells([1, 8], 128, 64, 512) == [Cell(1, 128, 64), Cell(8, 128, 64), Cell(1, 512, 0)]
+    assert cells([4], 10, 5, 0) == [Cell(4, 10, 5)]
+    items = Cell(8, 128, 64).items(vocab_size=100, seed=1)
+    assert {(len(i.prompt), i.output_len) for i in items} == {(128, 65)}
+    assert len(items) == 8
+    assert Cell(1, 512, 0).items(100, 1)[0].output_len == 1
+
+
+def test_contenders_take_turns_and_rounds_are_paired():
+    log: list = []
+    # The machine is ten times slower in round 2; ours is twice as fast all the same.
+    contenders = [Fixed("ours", log, 1, 200, 20, 200), Fixed("peer", log, 9, 100, 10, 100)]
+    result = compare(contenders, [DECODE], rounds=3)
+    order = " ".join(name for name, _ in log)
+    assert order == "ours peer peer ours ours peer peer ours"
+    assert [seed for _, seed in log] == [0, 0, 1, 1, 2, 2, 3, 3]  # both are given the same prompts
+    (entry,) = result.report()
+    assert entry["rates"] == {"ours": [200, 20, 200], "peer": [100, 10, 100]}
+    assert entry["medians"] == {"ours": 200, "peer": 100}
+    ratio = entry["ratios"]["peer"]
+    assert (ratio["median"], ratio["low"], ratio["high"]) == (2.0, 2.0, 2.0)
+    assert entry["rounds"] == 3
+
+
+def test_progress_counts_every_measurement():
+    seen: list = []
+    contenders = [Fixed("ours", [], *range(1, 5)), Fixed("peer", [], *range(1, 5))]
+    compare(contenders, [DECODE, PREFILL], rounds=1, progress=lambda *r: seen.append(r))
+    assert [done for _, done, _ in seen] == list(range(8))
+    assert {total for _, _, total in seen} == {8}
+
+
+def test_a_worker_stays_warm_and_its_chatter_is_ignored():
+    worker = Worker("peer", [sys.executable, "-c", WORKER], vocab_size=50)
+    try:
+        assert worker.measure(DECODE, seed=1) == 4.0
+        assert worker.measure(PREFILL, seed=1) == 8.0
+    finally:
+        worker.close()
+    assert worker._process.returncode == 0
+
+
+def test_a_worker_that_dies_is_named():
+    worker = Worker("peer", [sys.executable, "-c", "import sys; sys.exit(3)"], vocab_size=50)
+    with pytest.raises(RuntimeError, match="peer ended with exit code 3"):
+        worker.measure(DECODE, seed=1)
+    worker.close()
+
+
+def batched_bench(folder: Path, body: str) -> LlamaBatchedBench:
+    """A stand-in for the program that keeps its arguments beside itself."""
+    program = folder / "llama-batched-bench"
+    program.write_text(f"#!{sys.executable}\nimport json, pathlib, sys\n{body}\n")
+    program.chmod(0o755)
+    return LlamaBatchedBench(program, folder / "model.gguf", threads=3)
+
+
+def test_batched_bench_is_asked_for_the_same_work(tmp_path):
+    body = (
+        "pathlib.Path(sys.argv[0] + '.args').write_text(json.dumps(sys.argv[1:]))\n"
+        "print('main: header')\nprint(json.dumps({'speed_pp': 500.5, 'speed_tg': 70.25}))"
+    )
+    bench = batched_bench(tmp_path, body)
+    assert bench.measure(DECODE, seed=0) == 70.25
+    arguments = json.loads((tmp_path / "llama-batched-bench.args").read_text())
+    given = dict(zip(arguments[::2], arguments[1::2]))
+    assert (given["-npp"], given["-ntg"], given["-npl"]) == ("8", "3", "2")
+    assert (given["-t"], given["-tb"]) == ("3", "3")
+    assert int(given["-c"]) >= 2 * (8 + 3)
+    assert bench.measure(PREFILL, seed=0) == 500.5
+
+
+def test_a_failing_batched_bench_shows_what_it_said(tmp_path):
+    bench = batched_bench(tmp_path, "sys.exit('no such model')")
+    with pytest.raises(RuntimeError, match="no such model"):
+        bench.measure(DECODE, seed=0)
