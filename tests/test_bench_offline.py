@@ -122,7 +122,7 @@ def model(tmp_path_factory) -> str:
     return str(folder)
 
 
-SMALL = ("--dtype", "float32", "--max-num-batched-tokens", "64", "--kv-pool-bytes", "16000000")
+SMALL = ("--dtype", "float32", "--max-num-batched-tokens", "64", "--kv-cache-memory", "16000000")
 
 
 def test_throughput_of_a_tiny_model(model):

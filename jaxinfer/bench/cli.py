@@ -27,7 +27,9 @@ MaxModelLen = Annotated[
     int | None, typer.Option(help="Prompt + output tokens of one sequence; default: the model's.")
 ]
 ChunkTokens = Annotated[int, typer.Option(help="Prompt tokens one step may prefill.")]
-PoolBytes = Annotated[int | None, typer.Option(help="Bytes of the KV pool; default: automatic.")]
+PoolBytes = Annotated[
+    int | None, typer.Option(help="Bytes of the KV pool; default: as for serving.")
+]
 
 
 @app.command()
@@ -37,23 +39,31 @@ def throughput(
     input_len: InputLen = 128,
     output_len: OutputLen = 64,
     concurrency: Annotated[
-        int, typer.Option("--concurrency", "--max-num-seqs", help="Requests that run at once.")
+        int,
+        typer.Option("--concurrency", "--max-num-seqs", min=1, help="Requests that run at once."),
     ] = 32,
     dataset: DatasetName = "synthetic",
     seed: Seed = 0,
     dtype: Dtype = None,
     max_model_len: MaxModelLen = None,
     max_num_batched_tokens: ChunkTokens = 512,
-    kv_pool_bytes: PoolBytes = None,
+    kv_cache_memory: PoolBytes = None,
     json_to: JsonTo = None,
 ) -> None:
     """Run many requests through the engine, without a server: requests and tokens a second."""
     from jaxinfer.bench import offline
 
+    bench = _start(
+        model,
+        0,
+        dtype,
+        max_num_seqs=concurrency,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_pool_bytes=kv_cache_memory,
+    )
+    items = _workload(bench.engine, dataset, num_prompts, input_len, output_len, seed)
     with report.progress_bar() as progress:
-        options = (dtype, concurrency, max_model_len, max_num_batched_tokens, kv_pool_bytes)
-        bench = _start(model, *options, progress)
-        items = _workload(bench.engine, dataset, num_prompts, input_len, output_len, seed)
         result = offline.throughput(bench.engine, items, concurrency, progress)
     report.publish(
         "Throughput, offline",
@@ -73,7 +83,7 @@ def throughput(
 @app.command()
 def latency(
     model: Model,
-    batch_size: Annotated[int, typer.Option(help="Requests of one batch.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests of one batch.")] = 8,
     input_len: InputLen = 32,
     output_len: OutputLen = 128,
     num_iters: Annotated[int, typer.Option(help="Batches to time.")] = 10,
@@ -82,16 +92,23 @@ def latency(
     dtype: Dtype = None,
     max_model_len: MaxModelLen = None,
     max_num_batched_tokens: ChunkTokens = 512,
-    kv_pool_bytes: PoolBytes = None,
+    kv_cache_memory: PoolBytes = None,
     json_to: JsonTo = None,
 ) -> None:
     """Time one batch of requests from submission to its last token."""
     from jaxinfer.bench import offline
 
+    bench = _start(
+        model,
+        0,
+        dtype,
+        max_num_seqs=batch_size,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_pool_bytes=kv_cache_memory,
+    )
+    items = _workload(bench.engine, "synthetic", batch_size, input_len, output_len, seed)
     with report.progress_bar() as progress:
-        options = (dtype, batch_size, max_model_len, max_num_batched_tokens, kv_pool_bytes)
-        bench = _start(model, *options, progress)
-        items = _workload(bench.engine, "synthetic", batch_size, input_len, output_len, seed)
         try:
             result = offline.latency(bench.engine, items, num_iters, num_iters_warmup, progress)
         except ValueError as error:
@@ -128,13 +145,15 @@ def steps(
     output_len: OutputLen = 64,
     concurrency: Annotated[
         int | None,
-        typer.Option("--concurrency", "--max-num-seqs", help="Default: 32; fake model: 256."),
+        typer.Option(
+            "--concurrency", "--max-num-seqs", min=1, help="Default: 32; fake model: 256."
+        ),
     ] = None,
     seed: Seed = 0,
     dtype: Dtype = None,
     max_model_len: MaxModelLen = None,
     max_num_batched_tokens: ChunkTokens = 512,
-    kv_pool_bytes: PoolBytes = None,
+    kv_cache_memory: PoolBytes = None,
     json_to: JsonTo = None,
 ) -> None:
     """Time steps: what the engine's thread does, and each program on the device."""
@@ -143,15 +162,18 @@ def steps(
     if (model is None) != fake_model:
         raise typer.BadParameter("name a MODEL, or give --fake-model instead of one")
     slots = concurrency or (256 if fake_model else 32)
+    bench = _start(
+        model,
+        fake_layers,
+        dtype,
+        max_num_seqs=slots,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_pool_bytes=kv_cache_memory,
+    )
+    count = num_prompts or slots
+    items = _workload(bench.engine, "synthetic", count, input_len, output_len, seed)
     with report.progress_bar() as progress:
-        options = (slots, max_model_len, max_num_batched_tokens, kv_pool_bytes)
-        bench = (
-            _start(model, dtype, *options, progress)
-            if model is not None
-            else _start_fake(fake_layers, *options, progress)
-        )
-        count = num_prompts or slots
-        items = _workload(bench.engine, "synthetic", count, input_len, output_len, seed)
         result = steps_report(bench.engine, items, min(slots, count), progress)
     report.publish(
         "Steps, milliseconds",
@@ -177,56 +199,18 @@ def _steps_rows(result: dict[str, Any]) -> dict[str, Any]:
     return rows
 
 
-def _start(
-    model: str,
-    dtype: str | None,
-    slots: int,
-    max_model_len: int | None,
-    chunk: int,
-    pool_bytes: int | None,
-    progress: report.Report,
-) -> Any:
+def _start(model: str | None, fake_layers: int, dtype: str | None, **config: Any) -> Any:
+    """The engine of a model, or of the fake one. Errors of the command line end in one line."""
     from jaxinfer.bench import setup
-    from jaxinfer.checkpoints import CheckpointError
-
-    try:
-        loaded = setup.load(model, dtype, progress)
-    except CheckpointError as error:
-        raise typer.BadParameter(str(error)) from error
-    return setup.start(
-        loaded, _config(loaded.dtype, slots, max_model_len, chunk, pool_bytes), progress
-    )
-
-
-def _start_fake(
-    layers: int,
-    slots: int,
-    max_model_len: int | None,
-    chunk: int,
-    pool_bytes: int | None,
-    progress: report.Report,
-) -> Any:
-    from jaxinfer.bench import setup
-    from jaxinfer.bench.do_nothing import do_nothing_model
-
-    loaded = do_nothing_model(layers, max_position=max_model_len or 4096)
-    return setup.start(
-        loaded, _config(loaded.dtype, slots, max_model_len, chunk, pool_bytes), progress
-    )
-
-
-def _config(
-    dtype: str, slots: int, max_model_len: int | None, chunk: int, pool_bytes: int | None
-) -> Any:
     from jaxinfer.config import EngineConfig
 
-    return EngineConfig(
-        max_num_seqs=slots,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=chunk,
-        kv_pool_bytes=pool_bytes,
-        dtype=dtype,
-    )
+    with report.progress_bar() as progress:
+        try:
+            if model is None:
+                return setup.start_fake(fake_layers, EngineConfig(**config), progress)
+            return setup.start(model, EngineConfig(**config), dtype, progress)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
 
 
 def _workload(

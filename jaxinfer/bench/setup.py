@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from jaxinfer.bench.do_nothing import do_nothing_model
 from jaxinfer.bench.report import Report
-from jaxinfer.checkpoints import LoadedModel, load_model
+from jaxinfer.checkpoints import LoadedModel
 from jaxinfer.config import EngineConfig
-from jaxinfer.demo import DEMO, demo_checkpoint
 from jaxinfer.engine import Engine
+from jaxinfer.llm import open_engine
 from jaxinfer.startup import build_engine
 
 
@@ -31,12 +32,15 @@ class BenchEngine:
         }
 
 
-def load(model: str, dtype: str | None, progress: Report | None = None) -> LoadedModel:
-    """The model of that name or path; `demo` is fetched and converted if it has to be."""
-    path = demo_checkpoint(progress) if model == DEMO else model
-    return load_model(path, dtype=dtype, progress=progress)
+def start(
+    model: str, config: EngineConfig, dtype: str | None, progress: Report | None = None
+) -> BenchEngine:
+    """Load a model by name or path and compile its engine, as for serving."""
+    loaded, engine = open_engine(model, config, dtype, progress)
+    return BenchEngine(engine, loaded, dataclasses.replace(config, dtype=loaded.dtype))
 
 
-def start(model: LoadedModel, config: EngineConfig, progress: Report | None = None) -> BenchEngine:
-    """Compile everything, as for serving."""
+def start_fake(layers: int, config: EngineConfig, progress: Report | None = None) -> BenchEngine:
+    """The engine of a model that computes nothing, with the arguments of `layers` real layers."""
+    model = do_nothing_model(layers, max_position=config.max_model_len or 4096)
     return BenchEngine(build_engine(model, config, progress), model, config)
