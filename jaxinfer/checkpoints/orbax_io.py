@@ -19,7 +19,7 @@ import os
 import shutil
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,10 +34,11 @@ from jaxinfer.checkpoints.source import non_finite, summarise
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of
 from jaxinfer.models.hf_config import check_sizes
-from jaxinfer.params import ParamSpec, Tree, map_specs, named_leaves
+from jaxinfer.params import ParamSpec, Tree, map_named_specs, map_specs, named_leaves
 from jaxinfer.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
+_IN_FLIGHT = 32 << 20  # bytes read at once; a larger parameter is read alone
 _SMALL = 1 << 16  # bytes; files up to this size are checked before any is used
 MANIFEST, PARAMS, TOKENIZER = "jaxinfer.json", "params", "tokenizer"
 
@@ -133,18 +134,15 @@ def restore(
 ) -> Tree:
     """The parameters in `dtype`, each shard read straight to where it belongs.
 
-    At most one tensor's worth of bytes is in flight besides the parameters. Raises CheckpointError
-    naming the tensors or files that are missing, extra, misshapen, cut short or changed.
+    Besides the parameters, memory holds what is in flight: at most the largest of them, as it is
+    read and as it is placed. Raises CheckpointError naming the tensors or files that are missing,
+    extra, misshapen, cut short or changed.
     """
     check(path, manifest)
     specs = family_of(manifest.config.family).param_specs(manifest.config)
     folder = (path / PARAMS).absolute()
-    arguments = _restore_args(specs, dtype, sharding_of)
-    width = {name: spec.resolve_dtype(dtype).itemsize for name, spec in named_leaves(specs)}
-    largest = max(  # as stored or as restored, whichever is wider
-        math.prod(shape) * max(np.dtype(kind).itemsize, width[name])
-        for name, (shape, kind) in manifest.tensors.items()
-    )
+    batches = _batches(manifest, specs, dtype, sharding_of)
+    params = map_specs(lambda _: ..., specs)
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
         # Metadata first, so that nothing is read as it should not be; arrays while they are read.
         by_size = sorted(manifest.files.items(), key=lambda item: item[1][0])
@@ -152,11 +150,34 @@ def restore(
         small = sum(size <= _SMALL for _, (size, _) in by_size)
         _raise_problems(path, [check.result() for check in checks[:small]])
         try:
-            params = _checkpointer(largest + 1).restore(folder, arguments)
+            for limit, arguments in batches:
+                part = _checkpointer(limit).restore(folder, arguments)
+                params = jax.tree.map(lambda old, new: old if new is ... else new, params, part)
         except Exception as error:  # Orbax and TensorStore raise many kinds
             raise CheckpointError(f"{folder} cannot be restored: {error}") from error
         _raise_problems(path, [check.result() for check in checks[small:]])
     return params
+
+
+def _batches(
+    manifest: Manifest, specs: Tree, dtype: str, sharding_of: Callable[[ParamSpec], Any]
+) -> list[tuple[int, Any]]:
+    """(bytes in flight, Orbax arguments): the large parameters first, then the others.
+
+    A large one waits until its bytes are free. Last, that would be when memory is fullest.
+    """
+    stored = {name: np.dtype(kind).itemsize for name, (_, kind) in manifest.tensors.items()}
+    sizes = {  # as stored or as restored, whichever is wider
+        name: math.prod(spec.shape) * max(stored[name], spec.resolve_dtype(dtype).itemsize)
+        for name, spec in named_leaves(specs)
+    }
+    large = {name for name, size in sizes.items() if size > _IN_FLIGHT}
+    groups = [(large, max(sizes.values())), (sizes.keys() - large, _IN_FLIGHT)]
+    return [
+        (limit + 1, _restore_args(specs, group, dtype, sharding_of))
+        for group, limit in groups
+        if group
+    ]
 
 
 def _raise_problems(path: Path, problems: list[str | None]) -> None:
@@ -261,10 +282,18 @@ def _save_args(params: Tree) -> Any:
     return ocp.args.PyTreeSave(params)
 
 
-def _restore_args(specs: Tree, dtype: str, sharding_of: Callable[[ParamSpec], Any]) -> Any:
+def _restore_args(
+    specs: Tree, names: Set[str], dtype: str, sharding_of: Callable[[ParamSpec], Any]
+) -> Any:
+    """Orbax arguments that restore the named parameters and leave `...` for the others."""
     import orbax.checkpoint as ocp
 
-    def one(spec: ParamSpec) -> Any:
+    def item(name: str, spec: ParamSpec) -> Any:
+        if name not in names:
+            return ocp.PLACEHOLDER
+        return jax.ShapeDtypeStruct(spec.shape, spec.resolve_dtype(dtype))
+
+    def arguments(spec: ParamSpec) -> Any:
         return ocp.ArrayRestoreArgs(
             restore_type=jax.Array,
             dtype=spec.resolve_dtype(dtype),
@@ -272,5 +301,6 @@ def _restore_args(specs: Tree, dtype: str, sharding_of: Callable[[ParamSpec], An
             global_shape=spec.shape,
         )
 
-    item = map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, s.resolve_dtype(dtype)), specs)
-    return ocp.args.PyTreeRestore(item=item, restore_args=map_specs(one, specs))
+    return ocp.args.PyTreeRestore(
+        item=map_named_specs(item, specs), restore_args=map_specs(arguments, specs)
+    )
