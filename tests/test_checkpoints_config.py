@@ -1,0 +1,169 @@
+"""Hugging Face RoPE settings in old and new spelling, and inspection from headers alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+from tiny_checkpoint import hf_config, hf_folder, write_gguf
+
+from jaxinfer.checkpoints import CheckpointError, convert, describe, inspect_checkpoint
+from jaxinfer.config import ModelConfig, RopeConfig
+from jaxinfer.models.hf_config import model_config, rope_config
+from jaxinfer.models.rope import inverse_frequencies, rope_tables
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("hf", "wanted"),
+    [
+        ({}, RopeConfig()),
+        ({"rope_theta": 5e5}, RopeConfig(5e5)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, RopeConfig(5e5)),
+        ({"rope_theta": 5e5, "rope_scaling": None}, RopeConfig(5e5)),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, RopeConfig(scaling="linear", factor=2)),
+        (
+            {
+                "rope_theta": 5e5,
+                "rope_scaling": {"rope_type": "llama3", "original_max_position_embeddings": 512}
+                | LLAMA3,
+            },
+            RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 512),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5} | LLAMA3},
+            RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 4096),  # the model's own length
+        ),
+        (
+            {
+                "original_max_position_embeddings": 256,
+                "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": None},
+            },
+            RopeConfig(scaling="yarn", factor=4.0, original_max_position=256),
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "beta_slow": 2,
+                    "truncate": False,
+                    "attention_factor": 1.5,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            RopeConfig(
+                scaling="yarn",
+                factor=4.0,
+                original_max_position=64,
+                beta_slow=2,
+                attention_factor=1.5,
+                truncate=False,
+            ),
+        ),
+    ],
+)
+def test_rope_settings(hf: dict[str, Any], wanted: RopeConfig) -> None:
+    assert rope_config({"max_position_embeddings": 4096} | hf) == wanted
+
+
+def test_yarn_magnitudes() -> None:
+    """With mscale and mscale_all_dim the factor on cos and sin is the ratio of the two."""
+    hf = {
+        "max_position_embeddings": 4096,
+        "rope_scaling": {"type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+    }
+    ratio = (0.1 * math.log(40) + 1) / (0.05 * math.log(40) + 1)
+    assert rope_config(hf).attention_factor == pytest.approx(ratio)
+    both = hf["rope_scaling"] | {"mscale_all_dim": 1.0}  # type: ignore[operator]
+    assert rope_config(hf | {"rope_scaling": both}).attention_factor == 1.0
+    _, plain = inverse_frequencies(RopeConfig(scaling="yarn", factor=40.0), 16)
+    assert plain == pytest.approx(0.1 * math.log(40) + 1)
+
+
+def test_rope_tables_hold_angles_in_radians() -> None:
+
+    cos, sin = rope_tables(RopeConfig(theta=100.0), 4, jnp.array([0, 3], jnp.int32))
+    for row, position in enumerate((0, 3)):
+        for column, frequency in enumerate((1.0, 0.1)):
+            assert cos[row, column] == pytest.approx(math.cos(position * frequency), abs=1e-6)
+            assert sin[row, column] == pytest.approx(math.sin(position * frequency), abs=1e-6)
+
+
+def test_config_fields() -> None:
+    hf = hf_config("default")
+    config = model_config(hf)
+    assert (config.num_heads, config.num_kv_heads, config.group_size, config.head_dim) == (
+        4,
+        2,
+        2,
+        16,
+    )
+    assert model_config(hf | {"num_key_value_heads": None}).num_kv_heads == 4
+    assert model_config(hf | {"head_dim": None}).head_dim == 8
+    assert ModelConfig.from_json(config.to_json()) == config
+    assert hash(config) == hash(ModelConfig.from_json(config.to_json()))
+
+
+def test_inspection_agrees_between_formats(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "hf")
+    kind = gguf.GGMLQuantizationType.Q8_0
+    paths = {
+        "bfloat16": folder,
+        "float32": write_gguf(tmp_path / "tiny.gguf", quantisation=kind),
+        "float16": convert(folder, tmp_path / "orbax", dtype="float16"),
+    }
+    numbers = 2 * 96 * 32 + 2 * (32 + 128 * 32 + 32 * 64 + 32 + 3 * 64 * 32) + 32
+    for dtype, path in paths.items():
+        info = inspect_checkpoint(path)
+        assert info.parameters == numbers
+        assert info.dtype == dtype
+        assert (info.tokenizer_size, info.chat_template) == (96, True)
+        width = 4 if dtype == "float32" else 2
+        assert info.weight_bytes(dtype) == numbers * width
+        assert info.kv_bytes_per_token(dtype) == 2 * 2 * 2 * 16 * width
+        assert info.to_json()["kv_bytes_per_token"] == info.kv_bytes_per_token(dtype)
+    assert inspect_checkpoint(paths["bfloat16"]).stored == {"BF16": numbers * 2}
+    assert inspect_checkpoint(paths["float16"]).stored == {"float16": numbers * 2}
+    norms = 5 * 32
+    q8_0 = {"F32": norms * 4, "Q8_0": (numbers - norms) // 32 * 34}
+    assert inspect_checkpoint(paths["float32"]).stored == q8_0
+
+
+def test_inspection_refuses_what_could_not_be_loaded(tmp_path: Path) -> None:
+    convert(hf_folder(tmp_path / "hf"), tmp_path / "orbax")
+    (tmp_path / "orbax" / "params" / "embed" / "0.0").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"params/embed/0\.0: expected 6144 bytes, found 0"):
+        inspect_checkpoint(tmp_path / "orbax")
+    with pytest.raises(CheckpointError, match="missing"):
+        inspect_checkpoint(
+            write_gguf(tmp_path / "x.gguf", tensors={"model.norm.weight": np.ones(32, np.float32)})
+        )
+
+
+def test_what_fits_on_a_device(tmp_path: Path) -> None:
+    info = inspect_checkpoint(hf_folder(tmp_path))
+    weights, token = info.weight_bytes("bfloat16"), info.kv_bytes_per_token("bfloat16")
+    assert info.kv_tokens_within(weights + 10 * token + 1, "bfloat16") == 10
+    assert info.kv_tokens_within(weights - 1, "bfloat16") == 0
+
+    def shown(device_gib: float) -> str:
+        console = Console(width=120, record=True, file=io.StringIO())
+        console.print(describe(info, device_gib))
+        return console.export_text()
+
+    gib = (weights + 200 * token) / (1 << 30)
+    assert "200 tokens of KV: 3 at full length" in shown(gib)
+    assert "does not fit" in shown(weights / (1 << 31))
+    assert "its own" in shown(1) and "tied" not in shown(1)
+    tied = dataclasses.replace(info, config=dataclasses.replace(info.config, tie_embeddings=True))
+    assert tied.weight_bytes("bfloat16") == weights - 96 * 32 * 2
