@@ -16,6 +16,7 @@ import typer
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 OURS = ("jaxinfer", "jaxinfer_service")
+LOG_SECONDS = 5.0  # between progress lines in a log
 LEVELS = ("debug", "info", "warning", "error")
 _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
@@ -78,7 +79,7 @@ def fail(error: object) -> NoReturn:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Progress]:
-    """Shows what is being done: a bar on a terminal, else a log line as each thing is done."""
+    """Shows what is being done: a bar on a terminal, else a log line every few seconds."""
     if sys.stderr.isatty():
         with _bar() as report:
             yield report
@@ -88,14 +89,12 @@ def progress() -> Iterator[Progress]:
 
 class _LoggedProgress:
     def __init__(self) -> None:
-        self._what = ""
-        self._since = time.monotonic()
+        self._next = time.monotonic() + LOG_SECONDS
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        if what != self._what:
-            self._what, self._since = what, time.monotonic()
-        if done >= total:
-            logger.info("%s: done in %.1f s", what, time.monotonic() - self._since)
+        if time.monotonic() >= self._next:
+            logger.info("%s: %d of %d", what, done, total)
+            self._next = time.monotonic() + LOG_SECONDS
 
 
 @contextlib.contextmanager
@@ -109,12 +108,10 @@ def _bar() -> Iterator[Progress]:
     )  # fmt: skip
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("", total=None)
-        current = ""
 
         def report(what: str, done: int, total: int) -> None:
-            nonlocal current
-            if what != current:
-                current = what
+            shown = bars.tasks[0]
+            if shown.total != total or done < shown.completed:
                 bars.reset(task)
             bars.update(task, description=what, completed=done, total=total)
 

@@ -1,0 +1,178 @@
+"""`jaxinfer serve` as a process: ports, signals, exit codes; and an interactive chat with it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pty
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from fake_engine import ScriptedEngine, forever, limits
+from jaxinfer_service.client import Client
+from jaxinfer_service.server import ListenError, check_listen
+from serving import server_thread
+from test_cli import ENVIRONMENT, TINY, in_process
+from tiny_checkpoint import hf_folder
+
+START_SECONDS = 240  # compiles on a busy machine with a cold cache
+
+
+@contextlib.contextmanager
+def serve_process(*args):
+    """A `jaxinfer serve` process, and its port once it listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "jaxinfer_service", "serve", *args, "--port", str(port)]
+    process = subprocess.Popen(
+        [str(part) for part in command], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        wait_listening(port)
+        yield process, port
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def wait_listening(port):
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the server did not listen")
+
+
+def test_a_process_serves_drains_on_sigterm_and_leaves_with_0(tmp_path):
+    with serve_process(hf_folder(tmp_path / "tiny"), *TINY) as (process, port):
+        second = in_process("serve", tmp_path / "tiny", "--port", port)
+        assert second.returncode == 1  # while the first one still loads
+        assert second.stderr.splitlines() == [
+            f"jaxinfer: cannot listen on 127.0.0.1:{port}: the port is in use;"
+            " stop what uses it or choose another --port"
+        ]
+        with Client(f"127.0.0.1:{port}") as client:
+            client.wait_ready(START_SECONDS)
+            answer = client.generate("the a", temperature=0, max_new_tokens=8, ignore_eos=True)
+            chunks = client.stream("the a", temperature=0, max_new_tokens=8, ignore_eos=True)
+            assert [i for chunk in chunks for i in chunk.token_ids] == list(answer.token_ids)
+            assert client.detokenize(answer.token_ids) == answer.text
+            running = client.stream("the a", max_new_tokens=50, ignore_eos=True)
+            first = next(iter(running))
+            process.send_signal(signal.SIGTERM)
+            rest = list(running)
+            assert rest[-1].usage.generated_tokens == 50 and first.model == "tiny"
+        assert process.wait(30) == 0
+        log = process.stderr.read()
+    for words in ("KV pool", f"serving host=127.0.0.1 port={port}", "draining", "stopped"):
+        assert words in log
+    assert "Traceback" not in log
+
+
+def test_a_signal_while_loading_leaves_at_once_with_0(tmp_path):
+    with serve_process(hf_folder(tmp_path / "tiny"), *TINY) as (process, _):
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line():
+    done = in_process("serve", "/nowhere/model", "--port", "0")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("jaxinfer: /nowhere/model does not exist")
+
+
+def test_the_port_is_checked_before_the_model():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = in_process("serve", "/nowhere/model", "--port", port)
+    assert done.returncode == 1 and "the port is in use" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "number", "advice"),
+    [
+        ("127.0.0.1", errno.EACCES, "below 1024"),
+        ("127.0.0.1", errno.EADDRINUSE, "in use"),
+        ("192.0.2.1", None, "no such address"),  # reserved for documentation: nobody has it
+        ("no.such.host.invalid", None, "no such address"),
+    ],
+)
+def test_what_cannot_be_listened_on_is_explained(host, number, advice, monkeypatch):
+    if number is not None:
+
+        def bind(self, address):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(socket.socket, "bind", bind)
+    with pytest.raises(ListenError, match=advice):
+        check_listen(host, 80)
+
+
+def test_interactive_chat_stops_an_answer_with_ctrl_c():
+    wide = limits(max_model_len=1 << 15, kv_tokens=1 << 15)
+    engine = ScriptedEngine(forever, wide, step_seconds=0.005)
+    with server_thread(engine) as address:
+        terminal, inside = pty.openpty()
+        command = [sys.executable, "-m", "jaxinfer_service", "chat", "--server", address]
+        process = subprocess.Popen(
+            command, env=ENVIRONMENT, stdin=inside, stdout=inside, stderr=inside,
+            start_new_session=True, preexec_fn=_own_terminal,
+        )  # fmt: skip
+        os.close(inside)
+        screen = Screen(terminal)
+        try:
+            screen.wait_for("> ")
+            os.write(terminal, b"hello\n")
+            screen.wait_for('!"#$%&')  # what the scripted model says
+            os.write(terminal, b"\x03")
+            screen.wait_for("\n> ")
+            deadline = time.monotonic() + 5
+            while engine.has_work and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not engine.has_work
+            os.write(terminal, b"/quit\n")
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+            process.wait()
+            os.close(terminal)
+
+
+def _own_terminal():
+    """Make standard input the controlling terminal, so that Ctrl-C is a signal."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+class Screen:
+    """What a terminal has shown and was not waited for yet."""
+
+    def __init__(self, terminal):
+        self._terminal = terminal
+        self._text = ""
+
+    def wait_for(self, words, seconds=30.0):
+        end = time.monotonic() + seconds
+        while words not in self._text:
+            left = end - time.monotonic()
+            assert left > 0, f"{words!r} did not appear in {self._text!r}"
+            if select.select([self._terminal], [], [], left)[0]:
+                data = os.read(self._terminal, 4096).decode(errors="replace")
+                self._text += data.replace("\r", "")
+        self._text = self._text.partition(words)[2]
