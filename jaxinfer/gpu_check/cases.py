@@ -67,7 +67,8 @@ class Expectation:
         pool_array: bytes of one layer's k or v pages; no result may be that large, but updates.
         temp_limit: bytes of temporaries.
         collectives: how many of each kind, all outside loops.
-        memory: bytes of the device; left_out: bytes of arguments of layers that are not compiled.
+        memory: bytes of the device; elsewhere: bytes of it that are taken but no argument of the
+            program: the rest of the engine's state, layers that were left out included.
     """
 
     updated: Tree
@@ -76,7 +77,7 @@ class Expectation:
     temp_limit: int
     collectives: Counter[str]
     memory: int
-    left_out: int = 0
+    elsewhere: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +88,17 @@ class Plan:
     model: StepModel
     state: tuple[Any, ...]  # params, pools, slots, options, history
     programs: dict[str, Lowerable]
-    left_out: int
+    resident: int  # bytes on one device of the state with all layers
 
     def expectation(self, program: Lowerable) -> Expectation:
         """What the program of that name must satisfy."""
-        _, pools, slots, options, history = self.state
+        params, pools, slots, options, history = self.state
         config, mesh = self.model.config, self.model.mesh
         assert mesh is not None
         ways, whole = mesh.shape["model"], replicated(mesh)
         rows, activation, collectives = 0, 0, Counter[str]()
         updated: Tree
+        taken: Tree
         match program.key:
             case StepShape() as shape:
                 rows = shape.sample_rows
@@ -105,16 +107,17 @@ class Plan:
                     collectives = Counter(
                         {"all-reduce": 2 * config.num_layers + 1, "all-gather": 1}
                     )
-                updated = (pools, slots)
+                updated, taken = (pools, slots), (params, pools, slots)
                 outputs = (*_shardings(updated), (whole, whole), whole)
             case (int() as rows, variant):
                 updated = (slots, history if variant == "full" else None)
+                taken = (*updated, options)
                 outputs = (*_shardings(updated), whole)
             case "admit":
-                updated = (slots, options)
+                updated = taken = (slots, options)
                 outputs = _shardings(updated)
             case _:
-                updated = history
+                updated = taken = history
                 outputs = _shardings(updated)
         return Expectation(
             updated=updated,
@@ -123,7 +126,7 @@ class Plan:
             temp_limit=2 * 4 * rows * config.vocab_size + 2 * activation + SLACK,
             collectives=collectives,
             memory=self.target.memory,
-            left_out=self.left_out if isinstance(program.key, StepShape) else 0,
+            elsewhere=self.resident - device_bytes(taken),
         )
 
 
@@ -169,8 +172,8 @@ def make_plan(target: GpuTarget, ways: int, layers: int) -> Plan:
         engine.max_num_seqs, engine.max_num_batched_tokens, engine.page_size, len(groups)
     )
     programs = {p.name: p for p in program_set(step, shapes, state)}
-    left_out = weights + memory.pool_bytes - device_bytes(state[:2])
-    return Plan(target, step, state, programs, left_out)
+    resident = weights + memory.pool_bytes + device_bytes(state[2:])
+    return Plan(target, step, state, programs, resident)
 
 
 def device_bytes(tree: Tree) -> int:

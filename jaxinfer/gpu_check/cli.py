@@ -127,7 +127,7 @@ def _print(target: str, results: list[tuple[Job, Result]]) -> None:
         "launches\n(a layer)",
     ):
         table.add_column(heading, justify="right")
-    for heading in ("collectives", "s", "result"):
+    for heading in ("collectives", "CPU s", "result"):
         table.add_column(heading)
     for job, result in results:
         in_layers = job.program.startswith("forward")
