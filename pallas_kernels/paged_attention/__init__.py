@@ -73,10 +73,10 @@ def write_kv(
 
     Values in the pool are always finite: attention drops masked keys by selection, but masked
     values by a weight of 0, and 0 * NaN would reach whoever uses the page next. Where a value is
-    not finite its key becomes NaN, which reaches all that attend to it and nobody else.
+    not finite its key gets a NaN, which reaches all that attend to it and nobody else.
     """
     k, v = k.astype(k_pool.dtype), v.astype(v_pool.dtype)
-    finite = jnp.isfinite(v).all(-1, keepdims=True)
+    finite = jnp.isfinite(v)  # elementwise: a reduction over the head would not fuse
     k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
     k_pool = k_pool.at[pages, :, offsets].set(k, mode="promise_in_bounds")
     return k_pool, v_pool.at[pages, :, offsets].set(v, mode="promise_in_bounds")

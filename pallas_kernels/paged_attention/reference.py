@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-BLOCK_TOKENS = 64  # keys a loop turn attends to; measured, see docs/performance.md
+# Keys a loop turn attends to: fewer turns for few rows, whose turns cost overhead only, and less
+# wasted at the end of a sequence for many. Measured on CPUs, see docs/performance.md.
+MIN_BLOCK, MAX_BLOCK, ROWS_TIMES_BLOCK = 64, 256, 512
 TILE_ROWS = 64  # query tokens of one prefill tile
 MASKED = -1e30  # finite: exp(MASKED - MASKED) must not be NaN
 
@@ -23,7 +25,7 @@ def paged_attention(
     dynamic: bool,
 ) -> Float[Array, "S KV G hd"]:
     """See the package. `dynamic` stops at the longest live row instead of the table's end."""
-    table, span = _whole_blocks(page_table, k_pool.shape[2])
+    table, span = _whole_blocks(page_table, k_pool.shape[2], q.shape[0])
     trips = _trips(jnp.max(kv_lens), table, span, k_pool.shape[2], dynamic)
     scaled = (q * scale).astype(k_pool.dtype)
 
@@ -49,7 +51,7 @@ def paged_prefill(
     """See the package. Each tile attends block by block up to its own last position."""
     rows, kv_heads, group, head_dim = q.shape
     page_size = k_pool.shape[2]
-    table, span = _whole_blocks(page_table, page_size)
+    table, span = _whole_blocks(page_table, page_size, rows=TILE_ROWS)
     # Tiles may overrun their rows into the next tile's, which then overwrites them.
     padded = jnp.pad((q * scale).astype(k_pool.dtype), ((0, TILE_ROWS), (0, 0), (0, 0), (0, 0)))
 
@@ -80,9 +82,12 @@ def paged_prefill(
     return lax.fori_loop(0, trips, tile, jnp.zeros(padded.shape, q.dtype))[:rows]
 
 
-def _whole_blocks(table: Int[Array, "N W"], page_size: int) -> tuple[Int[Array, "N W2"], int]:
+def _whole_blocks(
+    table: Int[Array, "N W"], page_size: int, rows: int
+) -> tuple[Int[Array, "N W2"], int]:
     """The table padded with null pages to whole blocks, and the pages in a block."""
-    span = max(1, BLOCK_TOKENS // page_size)
+    block = min(max(ROWS_TIMES_BLOCK // rows, MIN_BLOCK), MAX_BLOCK)
+    span = max(1, block // page_size)
     return jnp.pad(table, ((0, 0), (0, -table.shape[1] % span))), span
 
 
