@@ -229,7 +229,6 @@ def test_values_in_the_pool_are_always_finite(bad, dtype):
     )
     assert np.isfinite(v_pool).all()
     poisoned = {(1, 1, 1)} | ({(2, 0, 2)} if dtype == "float16" else set())
-    found = {tuple(map(int, place)) for place in np.argwhere(np.isnan(k_pool).all(-1))}
+    found = {tuple(map(int, place)) for place in np.argwhere(np.isnan(k_pool).any(-1))}
     assert found == poisoned
-    assert np.isnan(k_pool).any(-1).sum() == len(poisoned)
     assert k_pool.dtype == v_pool.dtype == dtype
