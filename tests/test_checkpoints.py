@@ -136,6 +136,12 @@ HF_DEFECTS: dict[str, tuple[Defect, list[str]]] = {
         config(rope_parameters=ROPE | {"rope_type": "linear"}),
         ["rope_type 'linear' lacks ['factor']"],
     ),
+    "text for a rope factor": (
+        config(rope_parameters=ROPE | {"rope_type": "linear", "factor": "2x"}),
+        ["config.json", "RoPE factor"],
+    ),
+    "zero theta": (config(rope_parameters={"rope_theta": -1.0}), ["RoPE theta = -1.0"]),
+    "no epsilon": (config(rms_norm_eps=None), ["rms_norm_eps = None"]),
     "partial rope": (config(rope_parameters=ROPE | {"partial_rotary_factor": 0.5}), ["= 0.5"]),
     "rope by layer": (config(rope_parameters={"full": ROPE, "local": ROPE}), ["full, local"]),
     "tied, yet another head": (

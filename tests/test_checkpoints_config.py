@@ -99,6 +99,38 @@ def test_rope_tables_hold_angles_in_radians() -> None:
             assert sin[row, column] == pytest.approx(math.sin(position * frequency), abs=1e-6)
 
 
+@pytest.mark.parametrize("variant", ["default", "llama3", "yarn"])
+def test_values_of_any_kind_are_taken_or_refused(variant: str) -> None:
+    """No value in config.json gives anything but a usable config or a ValueError."""
+    hf = hf_config(variant)
+    odd: list[Any] = [
+        None,
+        True,
+        "x",
+        -1,
+        0,
+        1.5,
+        math.nan,
+        math.inf,
+        10**30,
+        [],
+        [1],
+        {},
+        {"a": 1},
+    ]
+    for key, value in ((key, value) for key in hf for value in odd):
+        changed = [hf | {key: value}]
+        if key == "rope_parameters":
+            changed += [hf | {key: hf[key] | {inner: value}} for inner in hf[key]]
+        for config in changed:
+            try:
+                found = model_config(config)
+            except ValueError:
+                continue
+            inv, factor = inverse_frequencies(found.rope, found.head_dim)
+            assert np.isfinite(inv).all() and math.isfinite(factor), config
+
+
 def test_config_fields() -> None:
     hf = hf_config("default")
     config = model_config(hf)

@@ -23,6 +23,14 @@ from jaxinfer.models import family_of
 from jaxinfer.models.hf_config import model_config
 
 _ROPE_DIVISORS = "rope_freqs.weight"  # llama3 scaling, one divisor for each frequency
+_ROPE_UNREAD = {  # settings we do not compute, with the values that mean nothing
+    "rope.scale_linear": 1.0,
+    "rope.scaling.alpha": 0.0,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+}
 _SUFFIXES = (".weight", ".bias")
 _LONGEST_ARRAY = 1 << 22  # vocabularies have a few hundred thousand entries
 _DEQUANTISE_AT_ONCE = 1 << 22  # values; its temporaries are several times as large
@@ -120,7 +128,7 @@ def open_gguf(path: Path) -> Source:
         config = model_config(_hf_config(metadata, reader))
         tokenizer = build_tokenizer(metadata)
         tensors = GgufTensors(path, reader, *_names(config, metadata["general.architecture"]))
-    except (ValueError, KeyError, IndexError, TypeError, ArithmeticError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, ArithmeticError, OSError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     return Source(f"GGUF file {path}", config, _natural_dtype(reader), tensors, tokenizer)
 
@@ -163,6 +171,8 @@ def _hf_config(metadata: dict[str, Any], reader: gguf.GGUFReader) -> dict[str, A
         raise ValueError(f"{arch}.expert_count = {get('expert_count')}: mixtures not supported")
     shapes = {t.name: [int(d) for d in reversed(t.shape)] for t in reader.tensors}
     heads = get("attention.head_count")
+    if not isinstance(heads, int) or heads < 1:
+        raise ValueError(f"{arch}.attention.head_count = {heads}: expected one positive number")
     head_dim = get("attention.key_length", get("embedding_length") // heads)
     if get("attention.value_length", head_dim) != head_dim:
         raise ValueError(f"{arch}.attention.value_length differs from the key length {head_dim}")
@@ -201,6 +211,9 @@ def _plain(value: float) -> float:
 
 def _rope(get: Any, reader: gguf.GGUFReader) -> dict[str, Any]:
     """rope_parameters as transformers 5 writes them."""
+    for key, plain in _ROPE_UNREAD.items():
+        if get(key, plain) != plain:
+            raise ValueError(f"metadata key {key} = {get(key)} is not supported")
     kind = get("rope.scaling.type", "none")
     rope: dict[str, Any] = {"rope_theta": _plain(get("rope.freq_base", 10000.0))}
     divisors = next((t for t in reader.tensors if t.name == _ROPE_DIVISORS), None)

@@ -70,7 +70,7 @@ def open_huggingface(folder: Path) -> Source:
     hf = _read_json(folder / "config.json")
     try:
         config = model_config(hf)
-    except (ValueError, TypeError, ArithmeticError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
     tensors = SafetensorsFiles(_files(folder))
     try:

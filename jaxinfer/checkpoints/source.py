@@ -7,6 +7,7 @@ and placed one parameter at a time, so that only the largest ever exists twice.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ def load_params(source: Source, dtype: str, place: Place, progress: Progress | N
     family = family_of(source.config.family)
     sources = family.hf_sources(source.config)
     specs = family.param_specs(source.config)
-    total, done = sum(1 for _ in named_leaves(specs)), iter(range(1, 1 << 30))
+    total, done = sum(1 for _ in named_leaves(specs)), itertools.count(1)
 
     def make(path: str, spec: ParamSpec) -> Any:
         array = _assemble(source, path, sources[path], spec, dtype)

@@ -6,6 +6,8 @@ transformers 5 writes `rope_parameters` (theta included); older files `rope_thet
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 from jaxinfer.config import ModelConfig, RopeConfig
@@ -53,6 +55,17 @@ def model_config(hf: dict[str, Any]) -> ModelConfig:
     Raises ValueError naming the key: unknown model_type or architecture, missing keys, features
     the family does not compute, quantised storage, contradictory sizes.
     """
+    try:
+        config = _model_config(hf)
+        check_sizes(config)
+    except KeyError as error:
+        raise ValueError(f"config.json lacks {error.args[0]!r}") from error
+    except (TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"config.json has a value of the wrong kind: {error}") from error
+    return config
+
+
+def _model_config(hf: dict[str, Any]) -> ModelConfig:
     model_type = hf.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError("config.json has no model_type")
@@ -66,19 +79,14 @@ def model_config(hf: dict[str, Any]) -> ModelConfig:
             f"quantization_config: weights stored as {method!r} cannot be read; take the "
             "unquantised checkpoint or a GGUF file"
         )
-    try:
-        config = family.config_from_hf(hf, rope_config(hf))
-    except KeyError as error:
-        raise ValueError(f"config.json lacks {error.args[0]!r}") from error
-    check_sizes(config)
-    return config
+    return family.config_from_hf(hf, rope_config(hf))
 
 
 def check_sizes(c: ModelConfig) -> None:
     """Raise ValueError for sizes that no model can have, or that contradict one another."""
     for name, limit in _LIMITS.items():
         value = getattr(c, name)
-        if not isinstance(value, int) or not 1 <= value <= limit:
+        if type(value) is not int or not 1 <= value <= limit:
             raise ValueError(f"{name} = {value!r}, expected an integer from 1 to {limit}")
     if c.num_heads % c.num_kv_heads:
         raise ValueError(
@@ -86,6 +94,27 @@ def check_sizes(c: ModelConfig) -> None:
         )
     if c.head_dim % 2:
         raise ValueError(f"head_dim = {c.head_dim} is odd; RoPE rotates pairs")
+    _check_positive("rms_norm_eps", c.rms_norm_eps)
+    for name, value in dataclasses.asdict(c.rope).items():
+        numbers = value if isinstance(value, tuple) else [value]
+        if name not in ("scaling", "truncate") and value is not None:
+            for number in numbers:
+                _check_positive(f"RoPE {name}", number)
+    if c.rope.theta <= 1:
+        raise ValueError(f"RoPE theta = {c.rope.theta}, expected more than 1")
+    if c.rope.scaling == "divisors" and len(c.rope.divisors) != c.head_dim // 2:
+        raise ValueError(f"{len(c.rope.divisors)} RoPE divisors, expected {c.head_dim // 2}")
+    if c.rope.scaling == "llama3" and c.rope.low_freq_factor >= c.rope.high_freq_factor:
+        raise ValueError(
+            f"RoPE low_freq_factor = {c.rope.low_freq_factor} is not below "
+            f"high_freq_factor = {c.rope.high_freq_factor}"
+        )
+
+
+def _check_positive(name: str, value: Any) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
+        raise ValueError(f"{name} = {value!r}, expected a positive number")
 
 
 def rope_config(hf: dict[str, Any]) -> RopeConfig:
