@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 
 import grpc
 import pytest
@@ -272,13 +274,21 @@ async def test_a_client_that_cancels_frees_its_slot():
 
 
 @in_loop
-async def test_a_client_that_disconnects_frees_its_slot():
+async def test_a_client_that_dies_frees_its_slot():
     engine = ScriptedEngine(forever, LONG, step_seconds=0.001)
     async with serving(engine) as (server, _):
-        leaving = AsyncClient(f"127.0.0.1:{server.port}")
-        call = leaving.stream("x", max_new_tokens=10_000)
-        await anext(aiter(call))
-        await leaving.channel.close()
+        script = (
+            "import sys; from jaxinfer_service.client import Client\n"
+            f"for chunk in Client('127.0.0.1:{server.port}').stream('x', max_new_tokens=10_000):\n"
+            "    print('chunk', flush=True)"
+        )
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        assert await process.stdout.readline() == b"chunk\n"
+        process.kill()
+        await process.communicate()
         await until(lambda: not engine.has_work)
         assert [*engine.ended.values()] == [FinishReason.CANCELLED]
 
@@ -322,8 +332,7 @@ async def test_a_full_queue_says_when_to_retry():
         done, pending = await asyncio.wait(calls, timeout=2)
         errors = [task.exception() for task in done]
         assert errors and all(e.code() is Code.RESOURCE_EXHAUSTED for e in errors)
-        trailers = dict(errors[0].trailing_metadata())
-        assert int(trailers["grpc-retry-pushback-ms"]) >= 1000
+        assert int(errors[0].trailing_metadata()["grpc-retry-pushback-ms"]) >= 1000
         retry = error_details_pb2.RetryInfo()
         assert rpc_status.from_call(errors[0]).details[0].Unpack(retry)
         assert retry.retry_delay.seconds >= 1
