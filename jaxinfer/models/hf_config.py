@@ -135,10 +135,14 @@ def rope_config(hf: dict[str, Any]) -> RopeConfig:
         raise ValueError(f"partial_rotary_factor = {rope['partial_rotary_factor']} not supported")
     if missing := [key for key in fields.keys() & _REQUIRED if rope.get(key) is None]:
         raise ValueError(f"rope_type {kind!r} lacks {sorted(missing)}")
-    values = {ours: rope[key] for key, ours in fields.items() if ours and rope.get(key) is not None}
+    values = {
+        ours: _as_float(rope[key])
+        for key, ours in fields.items()
+        if ours and rope.get(key) is not None
+    }
     if "original_max_position_embeddings" in fields:
         outer = hf.get("original_max_position_embeddings")  # where Phi-3 style files keep it
-        values["original_max_position"] = (
+        values["original_max_position"] = int(
             outer or values.get("original_max_position") or hf["max_position_embeddings"]
         )
     if kind == "yarn" and "attention_factor" not in values:
@@ -149,12 +153,15 @@ def rope_config(hf: dict[str, Any]) -> RopeConfig:
     return RopeConfig(theta=theta, scaling="none" if kind == "default" else kind, **values)
 
 
+def _as_float(value: Any) -> Any:
+    """JSON does not tell 8 from 8.0."""
+    return float(value) if type(value) is int else value
+
+
 def _yarn_attention_factor(rope: dict[str, Any]) -> dict[str, float]:
     """The ratio of the two magnitude scales some YaRN configs give; {} without them."""
-    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    mscale, all_dim = _as_float(rope.get("mscale")), _as_float(rope.get("mscale_all_dim"))
     if not (mscale and all_dim):
         return {}
-    return {
-        "attention_factor": yarn_magnitude(rope["factor"], mscale)
-        / yarn_magnitude(rope["factor"], all_dim)
-    }
+    factor = float(rope["factor"])
+    return {"attention_factor": yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)}
