@@ -21,6 +21,10 @@ from jaxinfer.step_plan import MAX_PIECES, StepShape
 FEWEST_ROWS = 8  # the rung between one stream and doublings
 SMALLEST_CHUNK = 64
 
+# Programs compile side by side already: splitting each one as well takes longer, and so does
+# loading the parts from the cache.
+_CPU_OPTIONS = {"xla_cpu_parallel_codegen_split_count": 1}
+
 Progress = Callable[[str, int, int], None]  # what, done, of
 
 
@@ -45,14 +49,17 @@ def chunk_rungs(max_chunk: int) -> tuple[int, ...]:
 def step_shapes(
     max_num_seqs: int, max_chunk: int, page_size: int, num_groups: int
 ) -> tuple[StepShape, ...]:
-    """Every program shape: decode alone on each rung of rows, chunks beside few or all rows."""
-    rows = row_rungs(max_num_seqs)
-    beside_chunk = sorted({min(FEWEST_ROWS, max_num_seqs), max_num_seqs})
-    decode = [StepShape(r, 0, page_size, num_groups) for r in rows]
-    mixed = [
-        StepShape(r, c, page_size, num_groups) for c in chunk_rungs(max_chunk) for r in beside_chunk
-    ]
-    return tuple(decode + mixed)
+    """Every program shape: decode alone on each rung of rows, chunks beside few or all rows.
+
+    Beside all rows only every second chunk size, from the largest down: each program costs
+    start-up time, and a step that full is long whatever its chunk.
+    """
+    chunks = chunk_rungs(max_chunk)
+    few, beside_few, beside_all = min(FEWEST_ROWS, max_num_seqs), chunks, chunks[::-2]
+    sizes = [(rows, 0) for rows in row_rungs(max_num_seqs)]
+    sizes += [(few, chunk) for chunk in beside_few]
+    sizes += [(max_num_seqs, chunk) for chunk in beside_all if max_num_seqs > few]
+    return tuple(StepShape(rows, chunk, page_size, num_groups) for rows, chunk in sizes)
 
 
 def smallest_shape(shapes: tuple[StepShape, ...], rows: int, chunk: int) -> StepShape:
@@ -133,10 +140,12 @@ def compile_programs(
     Tracing holds the interpreter lock and runs here; XLA compiles in threads meanwhile.
     """
     programs, done = program_set(model, shapes, state), 0
+    on_cpu = jax.tree.leaves(state[0])[0].sharding.device_set.pop().platform == "cpu"
+    options = _CPU_OPTIONS if on_cpu else None
 
     def built(name: str, lowered: Any) -> Any:
         nonlocal done
-        executable = lowered.compile()
+        executable = lowered.compile(compiler_options=options)
         done += 1
         if progress:
             progress(f"compile {name}", done, len(programs))
