@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.program_store import ProgramStore
 from jaxinfer.sampler import VARIANTS, SampleRows, Variant, sample
 from jaxinfer.sharding import replicated
 from jaxinfer.slot_state import HISTORY_CHUNK, OPTIONS_SIZE, History, Options, Slots
@@ -134,26 +135,29 @@ def compile_programs(
     shapes: tuple[StepShape, ...],
     state: tuple[Any, Any, Slots, Options, History],
     progress: Progress | None = None,
+    store: ProgramStore | None = None,
 ) -> Programs:
-    """Compile the whole set.
-
-    Tracing holds the interpreter lock and runs here; XLA compiles in threads meanwhile.
-    """
+    """Compile the whole set in threads, or load what `store` has of it."""
     programs, done = program_set(model, shapes, state), 0
     on_cpu = jax.tree.leaves(state[0])[0].sharding.device_set.pop().platform == "cpu"
     options = _CPU_OPTIONS if on_cpu else None
 
-    def built(name: str, lowered: Any) -> Any:
+    def build(program: Lowerable) -> Any:
         nonlocal done
-        executable = lowered.compile(compiler_options=options)
+
+        def compile_program() -> Any:
+            return program.lower().compile(compiler_options=options)
+
+        executable = (
+            store.get_or_compile(program.name, compile_program) if store else compile_program()
+        )
         done += 1
         if progress:
-            progress(f"compile {name}", done, len(programs))
+            progress(f"compile {program.name}", done, len(programs))
         return executable
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        jobs = [(p.key, pool.submit(built, p.name, p.lower())) for p in programs]
-        compiled = [(key, job.result()) for key, job in jobs]
+        compiled = list(zip((p.key for p in programs), pool.map(build, programs)))
     table = Programs()
     for key, executable in compiled:
         if isinstance(key, StepShape):

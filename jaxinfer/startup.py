@@ -20,6 +20,7 @@ from jaxinfer.memory_plan import plan_memory
 from jaxinfer.models import family_of
 from jaxinfer.params import ParamSpec
 from jaxinfer.paths import cache_dir
+from jaxinfer.program_store import ProgramStore, describe_arrays
 from jaxinfer.programs import Progress, compile_programs, step_shapes
 from jaxinfer.runner import Runner
 from jaxinfer.scheduler import Scheduler, SchedulerLimits
@@ -90,7 +91,8 @@ def build_engine(
         config.max_num_seqs, config.max_num_batched_tokens, config.page_size, len(groups)
     )
     started = time.monotonic()
-    programs = compile_programs(step_model, shapes, state, progress)
+    store = ProgramStore(cache_dir() / "programs", step_model, describe_arrays(state))
+    programs = compile_programs(step_model, shapes, state, progress, store if not mesh else None)
     count, seconds = len(programs.forward) + len(programs.sample) + 2, time.monotonic() - started
     temporary = programs.temp_bytes / 2**20
     logger.info(f"{count} programs ready in {seconds:.1f} s, largest temporary {temporary:.0f} MiB")

@@ -1,0 +1,100 @@
+"""Compiled programs kept as files, so that a later start neither traces nor lowers them again.
+
+JAX's own persistent cache is keyed by the lowered program: every start traces all of them first,
+which takes as long as loading them. Here the key is everything the programs are made from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import pickle
+import platform
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax.experimental import serialize_executable
+
+logger = logging.getLogger(__name__)
+
+_SOURCES = ("jaxinfer", "pallas_kernels")
+
+
+class ProgramStore:
+    """A folder of executables made for one combination of code, versions, device and state.
+
+    The folder is a cache: a file that cannot be read is compiled again, and one that cannot be
+    written costs only the next start.
+    """
+
+    def __init__(self, root: Path, *ingredients: Any):
+        """`ingredients`: whatever else the programs depend on; their repr must show all of it."""
+        described = repr((_code_digest(), _environment(), ingredients))
+        self.folder = root / hashlib.sha256(described.encode()).hexdigest()[:32]
+
+    def get_or_compile(self, name: str, compile_program: Callable[[], Any]) -> Any:
+        """The stored executable of that name, or a compiled one, which is stored."""
+        path = self.folder / f"{name.replace(' ', '-')}.bin"
+        if path.exists():
+            try:
+                return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+            except Exception as error:
+                logger.warning(f"compiling {name} again: {path} cannot be loaded ({error})")
+        program = compile_program()
+        with contextlib.suppress(OSError, ValueError):
+            self._write(path, pickle.dumps(serialize_executable.serialize(program)))
+        return program
+
+    def _write(self, path: Path, data: bytes) -> None:
+        """Whole or not at all, also when two processes start together."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(data)
+        Path(file.name).replace(path)
+
+
+def describe_arrays(tree: Any) -> str:
+    """Shape, dtype and sharding of every leaf, as an ingredient of a store."""
+    leaves, structure = jax.tree.flatten(tree)
+    return repr((str(structure), [(x.shape, str(x.dtype), str(x.sharding)) for x in leaves]))
+
+
+@functools.cache
+def _code_digest() -> str:
+    """A hash of the source files that programs are traced from."""
+    digest = hashlib.sha256()
+    for package in _SOURCES:
+        root = Path(__file__).parent.parent / package
+        for file in sorted(root.rglob("*.py")):
+            digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _environment() -> tuple[str, ...]:
+    """Versions, flags and hardware an executable is good for."""
+    device = jax.devices()[0]
+    return (
+        jax.__version__,
+        jaxlib.__version__,
+        os.environ.get("XLA_FLAGS", ""),
+        str(jax.config.jax_default_matmul_precision),
+        f"{device.platform} {device.device_kind} {device.client.platform_version}",
+        str(jax.device_count()),
+        platform.machine() + _cpu_features(),
+    )
+
+
+def _cpu_features() -> str:
+    """Instruction sets of the host: code made for one CPU may not run on another."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return platform.processor()
