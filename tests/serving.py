@@ -27,8 +27,18 @@ def opened(engine, names=("fake",)) -> OpenedModel:
 
 @contextlib.asynccontextmanager
 async def serving(engine, **config):
+    """(server, client) over a scripted engine, once it is SERVING."""
+    async with serving_model(lambda: opened(engine), **config) as both:
+        try:
+            yield both
+        finally:
+            engine.gate.set()
+
+
+@contextlib.asynccontextmanager
+async def serving_model(open_model, **config):
     """(server, client) once it is SERVING."""
-    server = Server(ServerConfig(port=0, **config), lambda: opened(engine))
+    server = Server(ServerConfig(port=0, **config), open_model)
     task = asyncio.create_task(server.run(on_signals=False))
     while not server.port:
         if task.done():
@@ -36,10 +46,9 @@ async def serving(engine, **config):
         await asyncio.sleep(0.01)
     try:
         async with AsyncClient(f"127.0.0.1:{server.port}") as client:
-            await client.wait_ready(10)
+            await client.wait_ready(600)
             yield server, client
     finally:
-        engine.gate.set()
         server.shut_down()
         server.shut_down()
         await task
