@@ -160,8 +160,8 @@ ENTRY %main (x: bf16[8,4]) -> bf16[8,4] {
 def test_hlo_is_read_with_loops_shapes_and_updates_in_place():
     module = Module(MODULE)
     scheduled = {s.instruction.name: s for s in module.scheduled()}
-    assert scheduled["y"].times == 5 and scheduled["y"].looped
-    assert scheduled["copy.1"].times == 1 and not scheduled["copy.1"].looped
+    assert scheduled["y"].times == 5 and scheduled["y"].loop is scheduled["loop"].instruction
+    assert scheduled["copy.1"].times == 1 and scheduled["copy.1"].loop is None
     assert "row" not in scheduled and scheduled["loop"].instruction.trip_count == 5
     assert scheduled["sum"].instruction.results == (Array("bf16", (8, 4)), Array("f32", (8, 4)))
     assert [a.nbytes for a in scheduled["sum"].instruction.results] == [64, 128]

@@ -103,7 +103,7 @@ def assess(lowered: Any, compiled: Any, expect: Expectation) -> tuple[Figures, l
         temp_limit=expect.temp_limit,
         room_bytes=expect.memory - needed,
         launches=sum(s.times for s in launches),
-        layer_launches=sum(s.times for s in launches if LAYER_SCOPE in s.instruction.op_name),
+        layer_launches=sum(s.times for s in launches if _in_layer(s)),
         collectives=dict(collectives),
     )
     return figures, [
@@ -160,7 +160,7 @@ def _control_flow(scheduled: list[Scheduled]) -> Check:
 def _expected_collectives(
     found: Counter[str], scheduled: list[Scheduled], expect: Expectation
 ) -> Check:
-    looped = any(s.looped for s in scheduled if _kind(s))
+    looped = any(s.loop for s in scheduled if _kind(s))
     detail = f"{_listed(found)}{' (in a loop)' if looped else ''}"
     if found != expect.collectives:
         detail += f", expected {_listed(expect.collectives)}"
@@ -184,6 +184,12 @@ def _layouts(lowered: Any, compiled: Any, expect: Expectation) -> Check:
 
 def _launches(s: Scheduled) -> bool:
     return s.instruction.opcode not in SILENT and not s.instruction.opcode.endswith("-done")
+
+
+def _in_layer(s: Scheduled) -> bool:
+    """Whether a launch, or the loop it is in, comes from a layer."""
+    frames = (s.instruction, s.loop) if s.loop else (s.instruction,)
+    return any(LAYER_SCOPE in frame.op_name for frame in frames)
 
 
 def _kind(s: Scheduled) -> str | None:

@@ -104,10 +104,12 @@ def main(
     for job, result in failed:
         where = f"{job.program} on {job.ways} GPU: "
         if result.error:
-            errors.print(f"failed: {where}{result.error}", markup=False)
+            errors.print(f"failed: {where}{result.error}", markup=False, soft_wrap=True)
         for check in result.checks:
             if not check.passed:
-                errors.print(f"failed: {where}{check.name}: {check.detail}", markup=False)
+                errors.print(
+                    f"failed: {where}{check.name}: {check.detail}", markup=False, soft_wrap=True
+                )
     raise typer.Exit(1 if failed else 0)
 
 

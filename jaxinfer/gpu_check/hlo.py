@@ -82,11 +82,11 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """An instruction the device runs `times` a step; `looped`: from inside a loop."""
+    """An instruction the device runs `times` a step; `loop`: the outermost one it is in."""
 
     instruction: Instruction
     times: int
-    looped: bool
+    loop: Instruction | None
 
 
 class Module:
@@ -105,27 +105,27 @@ class Module:
                 current.append(instruction)
 
     def scheduled(
-        self, name: str = "", times: int = 1, looped: bool = False
+        self, name: str = "", times: int = 1, loop: Instruction | None = None
     ) -> Iterator[Scheduled]:
         """Everything that runs, loops and branches included, fusions as one instruction.
 
         A loop whose turns are not known counts once.
         """
         for instruction in self.computations[name or self.entry]:
-            yield Scheduled(instruction, times, looped)
+            yield Scheduled(instruction, times, loop)
             match instruction.opcode:
                 case "while":
                     turns = instruction.trip_count or 1
                     yield from self.scheduled(
-                        self._callee(instruction, "body"), times * turns, True
+                        self._callee(instruction, "body"), times * turns, loop or instruction
                     )
                 case "call":
-                    yield from self.scheduled(self._callee(instruction, "to_apply"), times, looped)
+                    yield from self.scheduled(self._callee(instruction, "to_apply"), times, loop)
                 case "async-start":
-                    yield from self.scheduled(self._callee(instruction, "calls"), times, looped)
+                    yield from self.scheduled(self._callee(instruction, "calls"), times, loop)
                 case "conditional":
                     for branch in _branches(instruction.line):
-                        yield from self.scheduled(branch, times, looped)
+                        yield from self.scheduled(branch, times, loop)
 
     def updates_in_place(self, instruction: Instruction, index: int) -> bool:
         """Whether result `index` is an update of an operand rather than a new array."""
