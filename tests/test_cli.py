@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -20,6 +21,8 @@ from jaxinfer_service.client import Client
 from serving import server_thread
 from tiny_checkpoint import hf_folder
 from typer.testing import CliRunner
+
+from jaxinfer.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "service")])}
@@ -86,6 +89,76 @@ def test_an_unknown_option_or_command_is_answered_with_the_nearest():
     result = run("serve", "m", "--max-num-seq", "3")
     assert result.exit_code == 2 and "Did you mean --max-num-seqs?" in words(result)
     assert "Did you mean 'serve'?" in words(run("serv"))
+
+
+def serve_options(monkeypatch, *args):
+    """What `serve` would hand to the server: (server config, names, dtype, engine config)."""
+    seen = []
+
+    async def serve(*options):
+        seen.append(options)
+        return True
+
+    monkeypatch.setattr(sys.modules["jaxinfer_service.cli.serve"], "_serve", serve)
+    result = run("serve", "some/model", *args)
+    assert result.exit_code == 0, result.output
+    config, model, names, dtype, engine = seen[0]
+    assert model == "some/model"
+    return config, names, dtype, engine
+
+
+def test_the_options_of_serve_reach_the_engine(monkeypatch):
+    config, names, dtype, engine = serve_options(monkeypatch)
+    assert (config.host, config.port, names, dtype) == ("127.0.0.1", 50051, ["model"], None)
+    args = {
+        "--host": "::1", "--port": 7, "--served-model-name": "n", "--drain-timeout": 3,
+        "--stall-timeout": 4, "--dtype": "bfloat16", "--max-model-len": "8k",
+        "--max-num-seqs": 9, "--max-num-batched-tokens": "1K", "--kv-cache-memory": "2GiB",
+        "--kv-cache-dtype": "float16", "--gpu-memory-utilization": 0.5, "--block-size": 32,
+        "--tensor-parallel-size": 2, "--max-queued-requests": 5, "--max-queued-tokens": "6k",
+    }  # fmt: skip
+    flat = [str(part) for pair in args.items() for part in pair]
+    config, names, dtype, engine = serve_options(
+        monkeypatch, *flat, "--served-model-name", "m", "--no-overlap"
+    )
+    assert (config.host, config.port, config.drain_timeout, config.stall_limit) == ("::1", 7, 3, 4)
+    assert (names, dtype) == (["n", "m"], "bfloat16")
+    assert dataclasses.replace(engine, dtype="float32") == EngineConfig(
+        max_num_seqs=9,
+        max_model_len=8000,
+        max_num_batched_tokens=1024,
+        page_size=32,
+        kv_pool_bytes=2 << 30,
+        memory_utilization=0.5,
+        kv_dtype="float16",
+        overlap=False,
+        tensor_parallel_size=2,
+        max_queued_requests=5,
+        max_queued_tokens=6000,
+    )
+
+
+def test_a_config_file_is_below_the_command_line_and_above_the_defaults(monkeypatch, tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        "max-model-len: 8k\nmax_num_seqs: 4\nserved-model-name: [a, b]\nno-overlap: true"
+    )
+    args = ("--config", file, "--max-num-seqs", "5")
+    _, names, _, engine = serve_options(monkeypatch, *args)
+    assert (engine.max_model_len, engine.max_num_seqs, engine.page_size) == (8000, 5, 64)
+    assert names == ["a", "b"] and not engine.overlap
+    for text, words_of_error in (
+        ("max-num-seq: 4", "did you mean max-num-seqs?"),
+        ("swap-space: 4", "swap-space: KV pages stay on the device"),
+        ("- 4", "must hold options"),
+        ("a: [", "cannot be read"),
+        ("max-model-len: 8q", "is not a number such as"),
+        ("model: x", "give the model as an argument"),
+    ):
+        file.write_text(text)
+        result = run("serve", "m", "--config", file)
+        assert result.exit_code == 2 and words_of_error in words(result), result.output
+    assert run("serve", "m", "--config", tmp_path / "none.yaml").exit_code == 2
 
 
 def test_help_is_grouped_and_imports_no_jax():

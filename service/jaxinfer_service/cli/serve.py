@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxinfer_service.cli import console, options
+from jaxinfer_service.cli.config_file import ConfigFile
 from jaxinfer_service.cli.options import parse_count
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ def serve(
     page_size: options.PageSize = 64,
     log_level: options.LogLevel = "info",
     log_format: options.LogFormat = "text",
+    config_file: ConfigFile = None,
 ) -> None:
     """Serve MODEL over gRPC (jaxinfer.v1, health, reflection) until SIGTERM or Ctrl-C."""
     console.set_up_logging(log_level, log_format)
