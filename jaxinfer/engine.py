@@ -22,7 +22,6 @@ Single-threaded: no clock (`now` is an input), no locks, no I/O.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from typing import Any
 
@@ -106,32 +105,33 @@ class Engine:
         return events
 
     def _read(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceEvent]:
-        """Append the tokens of a step to their sequences."""
-        events = []
+        """Append the tokens of a step to their sequences. One turn a row: keep it lean."""
+        events, tokens, row_outcomes = [], result.tokens, result.outcomes
         for row, sequence in plan.sampled():
-            outcome = result.outcomes[row]
             sequence.num_in_flight -= 1
+            outcome = row_outcomes[row]
             if sequence.finished or outcome == outcomes.IDLE:
                 continue
             if outcome == outcomes.NOT_FINITE:
                 self._end(sequence, FinishReason.ERROR, now, "the model's logits are not finite")
                 continue
-            token = result.tokens[row]
+            token = tokens[row]
             sequence.tokens.append(token)
             self.counters.generated_tokens += 1
-            finish = self._finish_reason(sequence, token, outcome)
             top = sequence.request.params.logprobs
             logprobs = () if top is None else (result.row_logprobs(row, top),)
-            events.append(self._event(sequence, (token,), logprobs, finish, now))
-            if finish is not None:
+            finish = None
+            if outcome != outcomes.RUNNING:
+                finish = self._finish_reason(sequence, token, outcome)
                 self._retire(sequence, finish)
+            events.append(self._event(sequence, (token,), logprobs, finish, now))
         return events
 
-    def _finish_reason(self, sequence: Sequence, token: int, outcome: int) -> FinishReason | None:
-        if outcome == outcomes.STOPPED:
-            own = token in sequence.request.params.stop_token_ids
-            return FinishReason.STOP_ID if own else FinishReason.EOS
-        return FinishReason.LENGTH if outcome == outcomes.AT_LIMIT else None
+    def _finish_reason(self, sequence: Sequence, token: int, outcome: int) -> FinishReason:
+        if outcome == outcomes.AT_LIMIT:
+            return FinishReason.LENGTH
+        own = token in sequence.request.params.stop_token_ids
+        return FinishReason.STOP_ID if own else FinishReason.EOS
 
     def _event(
         self,
@@ -143,9 +143,7 @@ class Engine:
     ) -> SequenceEvent:
         first = None if sequence.reported else sequence.first_scheduled
         sequence.reported = True
-        return SequenceEvent(
-            sequence.request.id, tokens, logprobs, finish, time=now, first_scheduled=first
-        )
+        return SequenceEvent(sequence.request.id, tokens, logprobs, finish, "", now, first)
 
     def _abort(self, command: Abort, now: float) -> None:
         sequence = self.scheduler.by_id.get(command.request_id)
@@ -159,7 +157,7 @@ class Engine:
     def _end(self, sequence: Sequence, reason: FinishReason, now: float, error: str = "") -> None:
         """End a sequence from the host's side; the event goes out with the next step's."""
         event = self._event(sequence, (), (), reason, now)
-        self._pending.append(dataclasses.replace(event, error=error))
+        self._pending.append(event._replace(error=error))
         self._retire(sequence, reason)
 
     def _retire(self, sequence: Sequence, reason: FinishReason) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 MAX_STOP_IDS = 64  # stop ids a slot can hold on the device, the model's own EOS ids included
 MAX_LOGIT_BIAS = 512  # logit_bias entries a slot can hold on the device
@@ -108,8 +109,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceEvent:
+class SequenceEvent(NamedTuple):
     """What one step brought for one request: new tokens, and the end if it came.
 
     A stop id that ends the request is the last of `tokens`. `time` is the engine clock when the
