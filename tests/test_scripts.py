@@ -120,6 +120,7 @@ class Facade:
             f'exec {sys.executable} "$@"',
         )
         self.env = {
+            "XLA_FLAGS": "",  # one device, as users have
             "JAXINFER_VENV": str(folder),
             "PYTHONPATH": f"{ROOT}:{ROOT / 'service'}:{ROOT / 'tests'}",
         }
