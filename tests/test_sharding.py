@@ -34,7 +34,7 @@ TINY = ModelConfig(
     family="llama",
     vocab_size=64,
     hidden_size=32,
-    intermediate_size=48,
+    intermediate_size=512,  # eight blocks of gate and up
     num_layers=2,
     num_heads=16,
     num_kv_heads=8,
@@ -51,7 +51,7 @@ def test_every_parameter_lies_where_the_rules_say():
         "qkv": PartitionSpec("model", None, None, None),
         "o": PartitionSpec(None, "model", None),
         "mlp_norm": PartitionSpec(None),
-        "gate_up": PartitionSpec(None, "model", None),
+        "gate_up": PartitionSpec("model", None, None, None),
         "down": PartitionSpec(None, "model"),
     }
     assert placed["embed"] == placed["head"] == PartitionSpec("model", None)
@@ -74,10 +74,10 @@ def test_axes_that_meet_on_one_mesh_axis_collide():
 
 
 def test_an_axis_that_does_not_divide_names_parameter_axis_and_sizes():
-    specs = llama.param_specs(dataclasses.replace(TINY, intermediate_size=44))
+    specs = llama.param_specs(dataclasses.replace(TINY, intermediate_size=448))
     with pytest.raises(ShardingError) as caught:
         param_shardings(specs, MESH)
-    for part in ("layers.0.down", "'mlp'", "44", "8 devices", "'model'"):
+    for part in ("layers.0.gate_up", "'mlp'", "size 7", "8 devices", "'model'"):
         assert part in str(caught.value)
     with pytest.raises(ShardingError, match=r"KV pool: axis 'kv_heads' of size 3 .* 8 devices"):
         pool_sharding((16, 3, 4, 8), MESH)
