@@ -294,6 +294,32 @@ async def test_a_client_that_dies_frees_its_slot():
 
 
 @in_loop
+async def test_pings_through_a_long_silence_are_no_offence():
+    """A server with gRPC's own settings says GOAWAY (too many pings) here, at the fourth ping."""
+    engine = ScriptedEngine(echo)
+    options = [
+        ("grpc.keepalive_time_ms", 200),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    async with serving(engine) as (server, _):
+        target = f"127.0.0.1:{server.port}"
+        async with grpc.aio.insecure_channel(target, options=options) as channel:
+            call = channel.unary_unary(
+                f"/{SERVICE_NAME}/Generate",
+                request_serializer=pb.GenerateRequest.SerializeToString,
+                response_deserializer=pb.GenerateResponse.FromString,
+            )
+            engine.gate.clear()
+            waiting = asyncio.ensure_future(call(generate_request("patience")))
+            await asyncio.sleep(5.5)  # a client pings once a second at most
+            assert not waiting.done()
+            engine.gate.set()
+            assert (await waiting).text == "patience"
+
+
+@in_loop
 async def test_the_deadline_of_a_call_ends_its_request():
     engine = ScriptedEngine(forever, LONG, step_seconds=0.001)
     async with serving(engine) as (_, client):
