@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer.platform import prepare
+
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM, Completion
     from jaxinfer.request import FinishReason, SamplingParams
@@ -19,6 +21,8 @@ _HOME = {
     "FinishReason": "jaxinfer.request",
     "SamplingParams": "jaxinfer.request",
 }
+
+prepare()  # before anything can import JAX
 
 
 def __getattr__(name: str) -> Any:

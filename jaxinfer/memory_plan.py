@@ -9,6 +9,7 @@ import psutil
 
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.kv_pool import KVGroup, kv_groups, pages_for, pages_that_fit
+from jaxinfer.platform import allocator_fraction
 
 CPU_POOL_BYTES = 2 << 30  # a host's memory is shared with others: take a fixed, modest pool
 WORKSPACE_SLACK = 64 << 20
@@ -41,10 +42,13 @@ class MemoryPlan:
         ]
 
 
-def device_memory(device: jax.Device) -> int:
-    """Bytes the device has: its own limit, or the host's memory for a CPU."""
+def device_memory(device: jax.Device) -> tuple[int, int]:
+    """Bytes the device has (for a CPU: the host) and bytes of it that may be allocated."""
     stats = None if device.platform == "cpu" else device.memory_stats()
-    return stats["bytes_limit"] if stats else psutil.virtual_memory().total
+    if not stats:
+        total = psutil.virtual_memory().total
+        return total, total
+    return int(stats["bytes_limit"] / allocator_fraction()), stats["bytes_limit"]
 
 
 def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
@@ -72,8 +76,8 @@ def plan_memory(
     With tensor parallelism the figures are of one device, over which heads are divided.
     """
     kv_dtype = config.kv_dtype or config.dtype
-    total = device_memory(device)
-    usable = int(total * config.memory_utilization)
+    total, limit = device_memory(device)
+    usable = min(int(total * config.memory_utilization), limit)
     workspace = workspace_bytes(model, config, jax.numpy.dtype(config.dtype).itemsize)
     room = usable - weights_bytes - slot_bytes - workspace
     wanted = config.kv_pool_bytes

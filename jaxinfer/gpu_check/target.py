@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import jax
 from jax.experimental import topologies
 
+from jaxinfer.platform import allocator_fraction
+
 
 @dataclass(frozen=True, slots=True)
 class GpuTarget:
@@ -30,7 +32,7 @@ class GpuTarget:
     platform = "cuda"
 
     def memory_stats(self) -> dict[str, int]:
-        return {"bytes_limit": self.memory}
+        return {"bytes_limit": int(self.memory * allocator_fraction())}
 
     @property
     def shared_memory_per_block(self) -> int:
