@@ -21,6 +21,11 @@ from serving import server_thread
 from test_cli import ENVIRONMENT, TINY, in_process
 from tiny_checkpoint import hf_folder
 
+# Makes standard input the controlling terminal, so that Ctrl-C is a signal.
+IN_ITS_TERMINAL = (
+    "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+    "from jaxinfer_service.cli import main; main()"
+)
 START_SECONDS = 240  # compiles on a busy machine with a cold cache
 
 
@@ -127,10 +132,10 @@ def test_interactive_chat_stops_an_answer_with_ctrl_c():
     engine = ScriptedEngine(forever, wide, step_seconds=0.005)
     with server_thread(engine) as address:
         terminal, inside = pty.openpty()
-        command = [sys.executable, "-m", "jaxinfer_service", "chat", "--server", address]
+        command = [sys.executable, "-c", IN_ITS_TERMINAL, "chat", "--server", address]
         process = subprocess.Popen(
             command, env=ENVIRONMENT, stdin=inside, stdout=inside, stderr=inside,
-            start_new_session=True, preexec_fn=_own_terminal,
+            start_new_session=True,
         )  # fmt: skip
         os.close(inside)
         screen = Screen(terminal)
@@ -150,14 +155,6 @@ def test_interactive_chat_stops_an_answer_with_ctrl_c():
             process.kill()
             process.wait()
             os.close(terminal)
-
-
-def _own_terminal():
-    """Make standard input the controlling terminal, so that Ctrl-C is a signal."""
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 class Screen:
