@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
+import typer
+from tiny_checkpoint import hf_folder
+from typer.testing import CliRunner
 
 from jaxinfer.bench.drive import StepMark
 from jaxinfer.bench.peers import Cell, LlamaBatchedBench, Worker, cells, compare
 
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "compare_peers"
 DECODE, PREFILL = Cell(2, 8, 3), Cell(1, 16, 0)
 
 # Answers every job with one prefill step of 2 s and decode steps of 0.5 s, after some chatter.
@@ -124,3 +129,47 @@ def test_a_failing_batched_bench_shows_what_it_said(tmp_path):
     bench = batched_bench(tmp_path, "sys.exit('no such model')")
     with pytest.raises(RuntimeError, match="no such model"):
         bench.measure(DECODE, seed=0)
+
+
+def run_script(*arguments: object):
+    app = typer.Typer()
+    app.command()(runpy.run_path(str(SCRIPT))["main"])
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+def test_the_script_compares_a_tiny_model_with_a_peer(tmp_path):
+    model = hf_folder(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
+    bench = batched_bench(tmp_path, "print(json.dumps({'speed_pp': 1e9, 'speed_tg': 1e-9}))")
+    sizes = ("--streams", "1,2", "--prompt-len", 4, "--decode-steps", 3, "--prefill-len", 9)
+    peer = ("--llama-batched-bench", bench.binary, "--gguf", tmp_path / "any.gguf")
+    out = tmp_path / "out.json"
+    result = run_script(model, *sizes, *peer, "--rounds", 2, "--threads", 1, "--json", out)
+    assert result.exit_code == 0, result.output
+    assert "llama.cpp" in result.output
+    found = json.loads(out.read_text())
+    decode_1, decode_2, prefill = found["cells"]
+    assert [c["cell"] for c in found["cells"]] == [
+        "decode tok/s, 1 streams",
+        "decode tok/s, 2 streams",
+        "prefill tok/s, 9 tokens",
+    ]
+    assert min(decode_1["ratios"]["llama.cpp"]["low"], decode_2["medians"]["jaxinfer"]) > 1
+    assert prefill["ratios"]["llama.cpp"]["high"] < 1
+    assert [len(rates) for rates in prefill["rates"].values()] == [2, 2]
+    assert found["threads"] == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (("--llama-batched-bench", "/bin/true"), "--gguf"),
+        (("--transformers-python", "/bin/true"), "--hf"),
+        (("--streams", "1,many"), "--streams"),
+    ],
+)
+def test_an_incomplete_command_line_is_refused_before_anything_is_loaded(arguments, named):
+    result = run_script("/no/such/model", *arguments)
+    assert result.exit_code == 2
+    assert named in result.output
