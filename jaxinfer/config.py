@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 RopeScaling = Literal["none", "linear", "llama3", "yarn", "divisors"]
 
 
@@ -83,6 +85,8 @@ class EngineConfig:
         overlap: dispatch a step before the previous one was read.
         tensor_parallel_size: devices one model replica is sharded over.
         max_queued_requests / max_queued_tokens: bounds of the waiting queue.
+
+    Raises ValueError for a value nothing could be served with.
     """
 
     max_num_seqs: int = 32
@@ -97,3 +101,22 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 22
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "page_size",
+            "tensor_parallel_size",
+            "max_queued_requests",
+            "max_queued_tokens",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 < self.memory_utilization <= 1:
+            raise ValueError(
+                f"memory_utilization is {self.memory_utilization}; it must be above 0, at most 1"
+            )
+        for name, value in (("dtype", self.dtype), ("kv_dtype", self.kv_dtype or self.dtype)):
+            if value not in DTYPES:
+                raise ValueError(f"{name} is {value!r}; choose one of {', '.join(DTYPES)}")

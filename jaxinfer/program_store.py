@@ -30,6 +30,8 @@ _SOURCES = ("jaxinfer", "pallas_kernels")
 class ProgramStore:
     """A folder of executables made for one combination of code, versions, device and state.
 
+    They run on the first device; programs over a mesh are not kept.
+
     The folder is a cache: a file that cannot be read is compiled again, and one that cannot be
     written costs only the next start.
     """
@@ -44,12 +46,18 @@ class ProgramStore:
         path = self.folder / f"{name.replace(' ', '-')}.bin"
         if path.exists():
             try:
-                return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+                stored, inputs, outputs = pickle.loads(path.read_bytes())
+                return serialize_executable.deserialize_and_load(
+                    stored, inputs, outputs, execution_devices=jax.devices()[:1]
+                )
             except Exception as error:
                 logger.warning(f"compiling {name} again: {path} cannot be loaded ({error})")
         program = compile_program()
-        with contextlib.suppress(OSError, ValueError):
-            self._write(path, pickle.dumps(serialize_executable.serialize(program)))
+        # An executable that JAX's own cache loaded cannot be stored: what XLA for CPUs makes of it
+        # lacks functions, and fails when it is run.
+        if jax.config.jax_compilation_cache_dir is None:
+            with contextlib.suppress(OSError, ValueError):
+                self._write(path, pickle.dumps(serialize_executable.serialize(program)))
         return program
 
     def _write(self, path: Path, data: bytes) -> None:

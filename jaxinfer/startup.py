@@ -60,8 +60,9 @@ def build_engine(
 
     Raises MemoryPlanError when it does not fit, ValueError for limits that contradict the model.
     """
-    use_compilation_cache()
     mesh = _mesh(config)
+    if mesh is not None:
+        use_compilation_cache()  # a single device has a ProgramStore, which JAX's cache would spoil
     max_model_len = _max_model_len(model.config, config)
     slots = empty_slots(config.max_num_seqs, (pages_for(max_model_len, config.page_size),))
     options = empty_options(config.max_num_seqs)
@@ -110,6 +111,7 @@ def build_engine(
         overlap=config.overlap,
         memory=memory,
         compiles=compiles,
+        clock=time.monotonic,
     )
     compiles.ready()
     return engine

@@ -22,11 +22,9 @@ from jaxinfer.checkpoints.source import (
     load_params,
     non_finite,
 )
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import DTYPES, ModelConfig
 from jaxinfer.params import ParamSpec, Tree, named_leaves
 from jaxinfer.tokenizer import Tokenizer
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,15 +243,18 @@ def engine_config(
     """The engine's configuration; `others` are fields under their own names."""
     from jaxinfer.config import EngineConfig
 
-    return EngineConfig(
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_pool_bytes=kv_cache_memory,
-        memory_utilization=gpu_memory_utilization,
-        tensor_parallel_size=tensor_parallel_size,
-        **others,
-    )
+    try:
+        return EngineConfig(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_pool_bytes=kv_cache_memory,
+            memory_utilization=gpu_memory_utilization,
+            tensor_parallel_size=tensor_parallel_size,
+            **others,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def given(**options: Any) -> dict[str, Any]:
