@@ -1,0 +1,171 @@
+"""Memory is divided before serving, every byte named, and refused with figures when it is short."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxinfer import memory_plan
+from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.kv_pool import kv_groups, pages_for, pages_that_fit
+from jaxinfer.memory_plan import CPU_POOL_BYTES, MemoryPlanError, plan_memory, workspace_bytes
+from jaxinfer.platform import allocator_fraction
+
+GIB = 1 << 30
+MODEL = ModelConfig("llama", 32_000, 2048, 5632, 16, 16, 4, 128, max_position=4096)
+CONFIG = EngineConfig(max_num_seqs=16, page_size=64)
+PAGE_BYTES = 16 * 2 * 4 * 64 * 128 * 4  # layers, k and v, heads, tokens, head_dim, float32
+
+
+def device(platform: str, size: int):
+    """A device of `size` bytes, of which JAX's allocator may take its share."""
+    stats = {"bytes_limit": int(size * allocator_fraction())}
+    return types.SimpleNamespace(platform=platform, memory_stats=lambda: stats)
+
+
+@pytest.fixture(autouse=True)
+def allocator_takes_nearly_all(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+
+
+def gpu():
+    return device("gpu", 80 * GIB)
+
+
+def plan(config: EngineConfig = CONFIG, weights: int = 4 * GIB, on=None, max_model_len: int = 4096):
+    return plan_memory(MODEL, config, max_model_len, weights, 10 << 20, on or gpu())
+
+
+def test_page_bytes_count_every_layer_and_head():
+    (group,) = kv_groups(MODEL, 10, 64, "float32")
+    assert group.page_bytes == PAGE_BYTES
+    assert kv_groups(MODEL, 10, 64, "bfloat16")[0].page_bytes == PAGE_BYTES // 2
+    assert group.capacity == 9 * 64, "page 0 holds nothing"
+
+
+def test_an_accelerator_gives_what_is_left_but_no_more_than_slots_can_fill():
+    memory, (group,) = plan()
+    assert memory.usable_bytes == int(80 * GIB * 0.9)
+    assert group.num_pages == 16 * 64 + 1, "16 slots of 4096 tokens, and the null page"
+    assert memory.pool_bytes == group.num_pages * PAGE_BYTES
+    many = dataclasses.replace(CONFIG, max_num_seqs=1000)
+    memory, (group,) = plan(many)
+    parts = memory.weights_bytes + memory.slot_bytes + memory.workspace_bytes + memory.pool_bytes
+    assert memory.usable_bytes - 17 * PAGE_BYTES < parts <= memory.usable_bytes
+
+
+def test_the_allocators_own_limit_holds_whatever_is_asked(monkeypatch):
+    greedy = dataclasses.replace(CONFIG, memory_utilization=1.0)
+    assert plan(greedy)[0].usable_bytes == int(80 * GIB * 0.95)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    assert plan(greedy)[0].usable_bytes == 40 * GIB
+
+
+def test_a_host_gives_a_modest_pool_of_its_own_memory(monkeypatch):
+    virtual = types.SimpleNamespace(total=64 * GIB)
+    monkeypatch.setattr(memory_plan.psutil, "virtual_memory", lambda: virtual)
+    memory, _ = plan(on=device("cpu", 0))
+    assert memory.device_bytes == 64 * GIB
+    assert CPU_POOL_BYTES - 17 * PAGE_BYTES < memory.pool_bytes <= CPU_POOL_BYTES
+    virtual.total = 8 * GIB
+    memory, _ = plan(on=device("cpu", 0), weights=6 * GIB)
+    parts = memory.weights_bytes + memory.slot_bytes + memory.workspace_bytes + memory.pool_bytes
+    assert memory.pool_bytes < CPU_POOL_BYTES and parts <= int(8 * GIB * 0.9)
+
+
+def test_a_pool_size_that_was_asked_for_is_honoured_or_refused():
+    memory, (group,) = plan(dataclasses.replace(CONFIG, kv_pool_bytes=200 * PAGE_BYTES))
+    assert group.num_pages == 192 and memory.pool_bytes == 192 * PAGE_BYTES
+    with pytest.raises(MemoryPlanError, match=r"KV pool of 70.00 GiB does not fit.*72.00 GiB usab"):
+        plan(dataclasses.replace(CONFIG, kv_pool_bytes=70 * GIB))
+
+
+def test_a_model_that_leaves_no_room_is_refused_with_figures():
+    with pytest.raises(MemoryPlanError, match=r"max_model_len 4096 needs 0.25 GiB of KV pool"):
+        plan(weights=72 * GIB - 200 * 2**20)
+    with pytest.raises(MemoryPlanError, match=r"0.00 GiB is there; lower max_model_len"):
+        plan(weights=90 * GIB)
+    with pytest.raises(MemoryPlanError, match="max_model_len 4096"):
+        plan(dataclasses.replace(CONFIG, kv_pool_bytes=64 * PAGE_BYTES))
+    _, (group,) = plan(dataclasses.replace(CONFIG, kv_pool_bytes=80 * PAGE_BYTES))
+    assert group.capacity >= 4096, "one full sequence always fits"
+
+
+@given(
+    pool=st.integers(0, 1 << 36), page_size=st.sampled_from([16, 32, 64]), jitter=st.integers(0, 3)
+)
+def test_page_counts_are_round_and_fit(pool, page_size, jitter):
+    (group,) = kv_groups(MODEL, 1, page_size, "float32")
+    pages = pages_that_fit(MODEL, page_size, "float32", pool)
+    assert pages * group.page_bytes <= pool
+    assert pages <= 64 or pages % 16 == 0
+    assert pool - pages * group.page_bytes < 17 * group.page_bytes
+
+
+def test_a_little_more_or_less_free_memory_gives_the_same_pool():
+    """The page count is part of every program's shape, and so of what is cached."""
+    many = dataclasses.replace(CONFIG, max_num_seqs=1000)
+    counts = {
+        plan(many, weights=4 * GIB + extra)[1][0].num_pages for extra in (0, 1 << 10, 1 << 20)
+    }
+    assert len(counts) == 1
+
+
+@given(tokens=st.integers(1, 10_000), page_size=st.integers(1, 128))
+def test_pages_for_tokens(tokens, page_size):
+    pages = pages_for(tokens, page_size)
+    assert (pages - 1) * page_size < tokens <= pages * page_size
+
+
+def test_tensor_parallel_devices_share_the_pool():
+    two = dataclasses.replace(CONFIG, tensor_parallel_size=2, kv_pool_bytes=200 * PAGE_BYTES)
+    memory, (group,) = plan(two, weights=2 * GIB)
+    assert group.num_pages == 400 and memory.pool_bytes == 200 * PAGE_BYTES
+
+
+def test_the_workspace_grows_with_what_needs_it():
+    base = workspace_bytes(MODEL, CONFIG, 4)
+    assert workspace_bytes(MODEL, dataclasses.replace(CONFIG, max_num_seqs=64), 4) > base
+    larger = dataclasses.replace(CONFIG, max_num_batched_tokens=4096)
+    assert workspace_bytes(MODEL, larger, 4) > base
+    wide = dataclasses.replace(MODEL, vocab_size=128_000)
+    assert workspace_bytes(wide, CONFIG, 4) - base >= 2 * 4 * 96_000 * 16
+
+
+def test_the_report_names_every_part():
+    memory, (group,) = plan()
+    text = "\n".join(memory.lines(group, 4096))
+    for part in (
+        "80.00 GiB on the device",
+        "72.00 GiB usable",
+        "weights 4.00 GiB",
+        "KV pool 4.00 GiB",
+    ):
+        assert part in text
+    assert "1024 pages of 64 tokens = 65536 tokens, 16.0 sequences at the full 4096" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs is 0; it must be at least 1"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
+        ({"page_size": -16}, "page_size is -16"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
+        ({"max_queued_requests": 0}, "max_queued_requests is 0"),
+        ({"max_queued_tokens": -1}, "max_queued_tokens is -1"),
+        ({"memory_utilization": 0.0}, "memory_utilization is 0.0; it must be above 0, at most 1"),
+        ({"memory_utilization": 1.01}, "memory_utilization is 1.01"),
+        ({"memory_utilization": float("nan")}, "memory_utilization is nan"),
+        ({"dtype": "int8"}, "dtype is 'int8'; choose one of float32, bfloat16, float16"),
+        ({"kv_dtype": "fp8"}, "kv_dtype is 'fp8'"),
+    ],
+    ids=str,
+)
+def test_settings_that_nothing_could_be_served_with_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **change)
