@@ -23,6 +23,7 @@ Single-threaded: no clock (`now` is an input), no locks, no I/O.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from jaxinfer import sampler_outcomes as outcomes
@@ -52,7 +53,11 @@ _FINISHED = (
 
 
 class Engine:
-    """Owns scheduler and runner. `overlap`: dispatch a step before the previous one is read."""
+    """Owns scheduler and runner. `overlap`: dispatch a step before the previous one is read.
+
+    What is decided depends on `now` alone; `clock`, if given, only stamps events with the time
+    their step was read, which is later than the step's `now` by the time it took.
+    """
 
     def __init__(
         self,
@@ -62,7 +67,9 @@ class Engine:
         overlap: bool = True,
         memory: MemoryPlan | None = None,
         compiles: CompileWatch | None = None,
+        clock: Callable[[], float] | None = None,
     ):
+        self._clock = clock
         self.memory, self.compiles = memory, compiles  # None where nothing real runs
         self.scheduler = scheduler
         self.runner = runner
@@ -76,6 +83,10 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
         return bool(self._in_flight or self._pending or self.scheduler.by_id)
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether a request of this id waits or runs. May be asked from any thread."""
+        return request_id in self.scheduler.by_id
 
     def execute(self, command: Command, now: float) -> None:
         """Take one command. Raises ValueError for a request id already in use."""
@@ -94,15 +105,23 @@ class Engine:
         self.counters.preemptions = self.scheduler.preemptions
         if plan is not None:
             self._in_flight.append((plan, self.runner.dispatch(plan)))
+            self._announce(plan, now)
         keep = 1 if self.overlap and plan is not None else 0
-        events = []
+        events, self._pending = self._pending, []
         while len(self._in_flight) > keep:
             plan_read, handle = self._in_flight.popleft()
-            events += self._read(plan_read, self.runner.collect(handle), now)
+            result = self.runner.collect(handle)
+            events += self._read(plan_read, result, self._clock() if self._clock else now)
             self.scheduler.retire(plan_read.number)
-        events += self._pending
+        events += self._pending  # what reading brought to an end
         self._pending = []
         return events
+
+    def _announce(self, plan: StepPlan, now: float) -> None:
+        """Tell the front which requests wait no longer; their first token may be long in coming."""
+        for sequence in plan.admitted:
+            if not sequence.reported:
+                self._pending.append(self._event(sequence, (), (), None, now))
 
     def _read(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceEvent]:
         """Append the tokens of a step to their sequences. One turn a row: keep it lean."""
@@ -149,9 +168,6 @@ class Engine:
         sequence = self.scheduler.by_id.get(command.request_id)
         if sequence is None:
             return  # it ended by itself meanwhile
-        if command.kept_tokens is not None:
-            read = len(sequence.tokens) - sequence.prompt_len
-            self.counters.generated_tokens -= max(read - command.kept_tokens, 0)
         self._end(sequence, command.reason, now)
 
     def _end(self, sequence: Sequence, reason: FinishReason, now: float, error: str = "") -> None:

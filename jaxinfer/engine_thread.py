@@ -77,7 +77,7 @@ class EngineThread:
         """Queue a command.
 
         Raises EngineStoppedError when the engine is not running, QueueFullError when the waiting
-        queue is full by requests or tokens.
+        queue is full by requests or tokens, ValueError for a request id in use.
         """
         with self._lock:
             if self.status != "running":
@@ -88,6 +88,9 @@ class EngineThread:
 
     def _enter(self, command: Submit) -> None:
         limits, tokens = self.engine.limits, len(command.request.prompt)
+        request_id = command.request.id
+        if request_id in self._waiting or self.engine.has_request(request_id):
+            raise ValueError(f"request id {request_id!r} is already in use")
         if len(self._waiting) >= limits.max_queued_requests:
             raise QueueFullError(
                 f"{len(self._waiting)} requests are waiting, the limit is "

@@ -92,15 +92,11 @@ def open_engine(
     """
     from jaxinfer.checkpoints import load_model
     from jaxinfer.demo import DEMO, demo_checkpoint
-    from jaxinfer.startup import build_engine
+    from jaxinfer.startup import build_engine, param_placement
 
-    if config.tensor_parallel_size != 1:
-        raise ValueError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}; this version serves on one"
-            " device: leave it at 1"
-        )
     path = demo_checkpoint(progress) if model == DEMO else model
-    loaded = load_model(path, dtype=dtype, progress=progress)
+    placement = param_placement(config)
+    loaded = load_model(path, dtype=dtype, sharding_of=placement, progress=progress)
     return loaded, build_engine(loaded, dataclasses.replace(config, dtype=loaded.dtype), progress)
 
 

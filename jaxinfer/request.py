@@ -134,14 +134,10 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Command: end this request now, for this reason. Unknown ids are ignored.
-
-    `kept_tokens`: output tokens the front kept; those past a stop string are not counted.
-    """
+    """Command: end this request now, for this reason. Unknown ids are ignored."""
 
     request_id: str
     reason: FinishReason = FinishReason.CANCELLED
-    kept_tokens: int | None = None
 
 
 Command = Submit | Abort

@@ -99,6 +99,9 @@ class ScriptedEngine:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    def has_request(self, request_id: str) -> bool:
+        return request_id in self.running or any(r.id == request_id for r in self.waiting)
+
     def execute(self, command, now: float) -> None:
         if isinstance(command, Submit):
             self.counters.received += 1

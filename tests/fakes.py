@@ -218,7 +218,8 @@ class Harness:
     def _take(self, event: SequenceEvent) -> None:
         request_id = event.request_id
         assert request_id not in self.ends, "an event after the end"
-        assert event.tokens or event.finish, "an empty event"
+        started = event.first_scheduled is not None
+        assert event.tokens or event.finish or started, "an empty event"
         if event.tokens and not self.outputs[request_id]:
             self.order.append(request_id)
         self.outputs[request_id] += event.tokens

@@ -232,8 +232,8 @@ def test_generate_reports_bad_input_in_one_line(tiny):
     missing = run("generate", "/nowhere/model", "-p", "x")
     assert missing.exit_code == 1
     assert missing.stderr.splitlines()[-1].startswith("jaxinfer: /nowhere/model does not exist")
-    parallel = run("generate", tiny, "-p", "x", "--tensor-parallel-size", "2", *TINY)
-    assert parallel.exit_code == 1 and "leave it at 1" in parallel.stderr
+    parallel = run("generate", tiny, "-p", "x", "--tensor-parallel-size", "64", *TINY)
+    assert parallel.exit_code == 1 and "tensor_parallel_size = 64" in parallel.stderr
     assert run("generate", tiny, "-p", "x", "--logprobs", "2").exit_code == 2
 
 

@@ -35,14 +35,17 @@ def rms_norm(x: Float[Array, "T D"], weight: Float[Array, " D"], eps: float) -> 
 
 
 MLP_BLOCK = 64
+MLP_SHARDS = 8
 
 
 def mlp_block(intermediate_size: int) -> int:
     """Rows of gate and up that alternate in a fused weight [F / block, 2, block, D].
 
-    Whole blocks keep both halves contiguous, and one axis shards gate, up and down alike.
+    Whole blocks keep both halves contiguous, and one axis shards gate, up and down alike: the
+    block leaves `MLP_SHARDS` of them where the size divides so.
     """
-    return math.gcd(intermediate_size, MLP_BLOCK)
+    share = intermediate_size // MLP_SHARDS
+    return math.gcd(share if intermediate_size % MLP_SHARDS == 0 else intermediate_size, MLP_BLOCK)
 
 
 def fuse_gate_up(gate: Any, up: Any) -> Any:
