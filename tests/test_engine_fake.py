@@ -174,19 +174,19 @@ def test_a_deadline_ends_waiting_prefilling_and_decoding_requests(overlap):
 
 @BOTH_LOOPS
 def test_an_id_used_again_has_nothing_of_the_earlier_deadline(overlap):
-    harness = Harness(scheduler_limits(), MAX_MODEL_LEN, overlap)
-    ends = []
-    for deadline in (10.0, 10.0, 100.0, None):
+    engine, ends = Harness(scheduler_limits(), MAX_MODEL_LEN, overlap).engine, []
+
+    def run(now: float, deadline: float | None) -> None:
         request = Request("same", (1, 2), GREEDY, 3, 0, deadline=deadline)
-        harness.engine.execute(Submit(request), harness.now)
-        while harness.engine.has_work and harness.now < 9:
-            harness.now += 0.5
-            ends += [e.finish for e in harness.engine.step(harness.now) if e.finish]
-    harness.now = 50.0
-    while harness.engine.has_work:
-        ends += [e.finish for e in harness.engine.step(harness.now) if e.finish]
-        harness.engine.scheduler.check_invariants()
-    assert ends == [FinishReason.LENGTH] * 4
+        engine.execute(Submit(request), now)
+        while engine.has_work:
+            ends.extend(e.finish for e in engine.step(now) if e.finish)
+
+    for now, deadline in ((0.0, 10.0), (0.0, 10.0), (50.0, 100.0), (200.0, None)):
+        run(now, deadline)  # earlier deadlines have passed, not its own
+    run(200.0, 300.0)
+    run(300.0, 300.0)  # two entries for one instant end it once
+    assert ends == [FinishReason.LENGTH] * 5 + [FinishReason.DEADLINE]
 
 
 @BOTH_LOOPS

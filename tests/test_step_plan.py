@@ -94,3 +94,21 @@ def test_null_padding_maps_the_null_slot_to_the_null_page():
     padding = [entry for entry in view["deltas"][0].tolist() if entry[0] == 2]
     assert padding and all(entry == [2, 0, 0] for entry in padding)
     assert view["slots"].tolist() == [0, 0] + [2] * 6
+
+
+def test_the_most_page_table_entries_one_step_can_have():
+    """All decode rows need a page just when a chunk of ragged pieces needs most."""
+    scheduler = Scheduler(scheduler_limits(num_slots=16, chunk=136, page_size=16, pages=(100,)))
+    for i in range(8):
+        scheduler.add(Request(f"decoding {i}", (5,) * 16, GREEDY, 9, 0))
+    for _, sequence in scheduler.plan(0.0).sampled():
+        sequence.num_in_flight -= 1
+        sequence.tokens.append(5)
+    for i in range(8):
+        scheduler.add(Request(f"new {i}", (5,) * 17, GREEDY, 9, 0))
+    plan = scheduler.plan(0.0)
+    assert (len(plan.decodes), len(plan.pieces), len(plan.deltas)) == (8, 8, 8 + 16)
+    shape = StepShape(8, 136, 16)
+    view = unpack(pack(plan, shape, null_slot=16), shape)
+    entries = [(0, *entry) for entry in view["deltas"][0].tolist() if entry[0] != 16]
+    assert entries == plan.deltas
