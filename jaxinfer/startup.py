@@ -68,8 +68,6 @@ def build_engine(
     options = empty_options(config.max_num_seqs)
     history = empty_history(config.max_num_seqs, model.config.vocab_size)
     device = jax.devices()[0]
-    if device.platform == "cpu":
-        keep_freed_memory()
     memory, groups = plan_memory(
         model.config,
         config,
@@ -103,6 +101,8 @@ def build_engine(
             f"{programs.logits_bytes} of logits, more than the {memory.workspace_bytes} planned; "
             "lower max_num_batched_tokens or max_num_seqs"
         )
+    if device.platform == "cpu":
+        keep_freed_memory()
     compiles = CompileWatch(guard_compiles)
     engine = Engine(
         _scheduler(config, groups),
