@@ -106,6 +106,7 @@ def _filter(
     weights = jnp.where(weights >= by_rank[:, None], weights, 0.0)
     top_p = options.number("top_p", rows)
     by_mass = _threshold(weights, weights, top_p * weights.sum(-1))
+    by_mass = jnp.minimum(by_mass, 1.0)  # a top_p that underflows still keeps the most likely
     by_mass = jnp.where(top_p < 1, by_mass, 0.0)
     return jnp.where(weights >= by_mass[:, None], weights, 0.0)
 
