@@ -7,6 +7,8 @@ import contextlib
 import functools
 import threading
 
+import grpc
+import pytest
 from fake_engine import byte_tokenizer
 from jaxinfer_service.client import AsyncClient
 from jaxinfer_service.server import OpenedModel, Server, ServerConfig
@@ -52,6 +54,13 @@ async def serving_model(open_model, **config):
         server.shut_down()
         server.shut_down()
         await task
+
+
+async def refused(call) -> grpc.aio.AioRpcError:
+    """The status with which a call is refused."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
 
 
 async def until(condition, timeout=5.0):

@@ -1,0 +1,156 @@
+"""The service over gRPC: clients that leave, deadlines, silence, slow readers, overload."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+import grpc
+import pytest
+from fake_engine import ScriptedEngine, balanced, echo, forever, limits, says
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from jaxinfer_service.client import generate_request
+from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer_service.servicer import SERVICE_NAME
+from serving import in_loop, refused, serving, until
+
+from jaxinfer.request import FinishReason
+
+LONG = limits(max_model_len=1 << 15, kv_tokens=1 << 15)
+Code = grpc.StatusCode
+
+
+@in_loop
+async def test_a_client_that_cancels_frees_its_slot():
+    engine = ScriptedEngine(forever, LONG, step_seconds=0.001)
+    async with serving(engine) as (server, client):
+        call = client.stream("x", max_new_tokens=10_000)
+        await anext(aiter(call))
+        call.cancel()
+        await until(lambda: not engine.has_work)
+        assert [*engine.ended.values()] == [FinishReason.CANCELLED]
+        unary = asyncio.create_task(client.generate("x", max_new_tokens=10_000))
+        await until(lambda: engine.running)
+        unary.cancel()
+        await until(lambda: not engine.has_work)
+        assert [*engine.ended.values()] == [FinishReason.CANCELLED] * 2
+        assert balanced(server._service.served.frontend.counters, engine)
+
+
+@in_loop
+async def test_a_client_that_dies_frees_its_slot():
+    engine = ScriptedEngine(forever, LONG, step_seconds=0.001)
+    async with serving(engine) as (server, _):
+        script = (
+            "import sys; from jaxinfer_service.client import Client\n"
+            f"for chunk in Client('127.0.0.1:{server.port}').stream('x', max_new_tokens=10_000):\n"
+            "    print('chunk', flush=True)"
+        )
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        assert await process.stdout.readline() == b"chunk\n"
+        process.kill()
+        await process.communicate()
+        await until(lambda: not engine.has_work)
+        assert [*engine.ended.values()] == [FinishReason.CANCELLED]
+
+
+@in_loop
+async def test_pings_through_a_long_silence_are_no_offence():
+    """A server with gRPC's own settings says GOAWAY (too many pings) here, at the fourth ping."""
+    engine = ScriptedEngine(echo)
+    options = [
+        ("grpc.keepalive_time_ms", 200),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    async with serving(engine) as (server, _):
+        target = f"127.0.0.1:{server.port}"
+        async with grpc.aio.insecure_channel(target, options=options) as channel:
+            call = channel.unary_unary(
+                f"/{SERVICE_NAME}/Generate",
+                request_serializer=pb.GenerateRequest.SerializeToString,
+                response_deserializer=pb.GenerateResponse.FromString,
+            )
+            engine.gate.clear()
+            waiting = asyncio.ensure_future(call(generate_request("patience")))
+            await asyncio.sleep(5.5)  # a client pings once a second at most
+            assert not waiting.done()
+            engine.gate.set()
+            assert (await waiting).text == "patience"
+
+
+@in_loop
+async def test_the_deadline_of_a_call_ends_its_request():
+    engine = ScriptedEngine(forever, LONG, step_seconds=0.001)
+    async with serving(engine) as (_, client):
+        error = await refused(client.generate("x", timeout=0.2))
+        assert error.code() is Code.DEADLINE_EXCEEDED
+        await until(lambda: not engine.has_work)
+        assert [*engine.ended.values()] == [FinishReason.DEADLINE]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in client.stream("x", timeout=0.2):
+                pass
+        assert caught.value.code() is Code.DEADLINE_EXCEEDED
+        await until(lambda: not engine.has_work)
+        assert [*engine.ended.values()] == [FinishReason.DEADLINE] * 2
+
+
+@in_loop
+async def test_a_slow_reader_slows_itself_only():
+    engine = ScriptedEngine(says("a" * 40))
+    async with serving(engine) as (_, client):
+        slow = aiter(client.stream("x"))
+        await anext(slow)
+        fast = await client.generate("x")
+        await until(lambda: not engine.has_work)
+        rest = [chunk async for chunk in slow]
+        assert fast.text == "a" * 40 and rest[-1].usage.generated_tokens == 41
+
+
+@in_loop
+async def test_a_full_queue_says_when_to_retry():
+    engine = ScriptedEngine(echo, limits(max_queued_requests=2))
+    async with serving(engine) as (server, client):
+        engine.gate.clear()
+        first = asyncio.create_task(client.generate("warm"))
+        await until(lambda: engine.running or engine.waiting)
+        calls = [asyncio.create_task(client.generate("abc")) for _ in range(20)]
+        done, pending = await asyncio.wait(calls, timeout=2)
+        errors = [task.exception() for task in done]
+        assert errors and all(e.code() is Code.RESOURCE_EXHAUSTED for e in errors)
+        assert int(errors[0].trailing_metadata()["grpc-retry-pushback-ms"]) >= 1000
+        retry = error_details_pb2.RetryInfo()
+        assert rpc_status.from_call(errors[0]).details[0].Unpack(retry)
+        assert retry.retry_delay.seconds >= 1
+        engine.gate.set()
+        assert {(await task).text for task in pending} == {"abc"}
+        assert (await first).text == "warm"
+        counters = server._service.served.frontend.counters
+        assert counters.refused == len(errors) and balanced(counters, engine)
+
+
+@in_loop
+async def test_counters_balance_over_all_ways_to_end():
+    engine = ScriptedEngine(forever, LONG, step_seconds=0.001)
+    async with serving(engine) as (server, client):
+        await client.generate("a", max_new_tokens=5)
+        await client.generate("a", stop=["%"])  # the fifth token
+        await refused(client.generate("a", temperature=-1))
+        await refused(client.generate("a", timeout=0.1))
+        call = client.stream("a")
+        await anext(aiter(call))
+        call.cancel()
+        await until(lambda: not engine.has_work)
+        await asyncio.sleep(0.05)
+        counters = server._service.served.frontend.counters
+        assert (counters.received, counters.finished, counters.aborted, counters.refused) == (
+            5, 2, 2, 1,
+        )  # fmt: skip
+        assert counters.prompt_tokens == 4
+        assert engine.ended["r2"] is FinishReason.STOP_STRING

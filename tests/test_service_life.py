@@ -1,0 +1,115 @@
+"""The server's life: loading, health, reflection, draining, a dead and a stalled engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from fake_engine import ScriptedEngine, balanced, echo, forever, limits, says
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from jaxinfer_service.client import AsyncClient
+from jaxinfer_service.server import Server, ServerConfig
+from jaxinfer_service.servicer import SERVICE_NAME
+from serving import in_loop, opened, refused, serving, until
+
+LONG = limits(max_model_len=1 << 15, kv_tokens=1 << 15)
+Code = grpc.StatusCode
+
+
+@in_loop
+async def test_health_reflection_and_calls_while_loading():
+    loaded = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    engine = ScriptedEngine()
+
+    def slow_open():
+        asyncio.run_coroutine_threadsafe(loaded.wait(), loop).result()
+        return opened(engine)
+
+    server = Server(ServerConfig(port=0), slow_open)
+    task = asyncio.create_task(server.run(on_signals=False))
+    await until(lambda: server.port)
+    async with AsyncClient(f"127.0.0.1:{server.port}") as client:
+        assert not await client.is_serving(5)
+        error = await refused(client.generate("x"))
+        assert error.code() is Code.UNAVAILABLE and "loading" in error.details()
+        stub = reflection_pb2_grpc.ServerReflectionStub(client.channel)
+        ask = reflection_pb2.ServerReflectionRequest(list_services="")
+        async for answer in stub.ServerReflectionInfo(iter([ask])):
+            services = [s.name for s in answer.list_services_response.service]
+        assert {SERVICE_NAME, "grpc.health.v1.Health"} <= set(services)
+        loaded.set()
+        await client.wait_ready(5)
+        assert (await client.generate("x")).text == "x"
+    server.shut_down()
+    assert await task is True
+
+
+@in_loop
+async def test_a_model_that_fails_to_load_leaves_nothing_running():
+    def broken():
+        raise ValueError("tensor x is missing")
+
+    server = Server(ServerConfig(port=0), broken)
+    with pytest.raises(ValueError, match="tensor x is missing"):
+        await server.run(on_signals=False)
+    with pytest.raises(OSError):
+        await asyncio.open_connection("127.0.0.1", server.port)
+
+
+@in_loop
+async def test_draining_with_50_running_and_20_waiting():
+    engine = ScriptedEngine(says("a" * 40), limits(max_num_seqs=50, max_queued_requests=100), 0.02)
+    async with serving(engine, drain_timeout=20) as (server, client):
+        streams = [client.stream("x") for _ in range(70)]
+
+        async def consume(stream):
+            return "".join([chunk.text async for chunk in stream])
+
+        tasks = [asyncio.create_task(consume(stream)) for stream in streams]
+        frontend = server._service.served.frontend
+        await until(lambda: sum(s.started for s in frontend._streams.values()) == 50)
+        await until(lambda: len(frontend._streams) == 70)
+        server.shut_down()
+        await asyncio.sleep(0)
+        results = asyncio.gather(*tasks, return_exceptions=True)
+        await until(lambda: not engine.waiting)
+        assert not await client.is_serving()
+        late = await refused(client.generate("x"))
+        assert late.code() is Code.UNAVAILABLE
+        answers = await results
+    ended = [a for a in answers if a == "a" * 40]
+    refused_ones = [a for a in answers if isinstance(a, grpc.aio.AioRpcError)]
+    assert len(ended) == 50 and len(refused_ones) == 20
+    assert {e.code() for e in refused_ones} == {Code.UNAVAILABLE}
+    assert balanced(frontend.counters, engine) and not engine.has_work
+
+
+@in_loop
+async def test_a_dead_engine_is_unavailable_and_unhealthy_and_says_why():
+    engine = ScriptedEngine(forever, LONG)
+    async with serving(engine) as (_, client):
+        engine.gate.clear()
+        call = asyncio.create_task(client.generate("x"))
+        await until(lambda: engine.has_work)
+        engine.fail_with = MemoryError("the device is gone")
+        engine.gate.set()
+        error = await refused(call)
+        assert error.code() is Code.UNAVAILABLE and "the device is gone" in error.details()
+        assert "the device is gone" in (await refused(client.generate("x"))).details()
+        await asyncio.sleep(0.4)
+        assert not await client.is_serving()
+
+
+@in_loop
+async def test_a_stalled_engine_is_unhealthy_until_it_moves():
+    engine = ScriptedEngine(echo)
+    async with serving(engine, stall_limit=0.3) as (_, client):
+        engine.gate.clear()
+        error = await refused(client.generate("x"))
+        assert error.code() is Code.UNAVAILABLE and "stalls" in error.details()
+        assert not await client.is_serving()
+        engine.gate.set()
+        await client.wait_ready(5)
+        assert (await client.generate("x")).text == "x"

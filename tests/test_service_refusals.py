@@ -1,0 +1,116 @@
+"""The service over gRPC: bad input is refused by name, and the engine goes on."""
+
+from __future__ import annotations
+
+import grpc
+from fake_engine import ScriptedEngine, echo
+from jaxinfer_service.client import generate_request, violations
+from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer_service.servicer import SERVICE_NAME
+from serving import in_loop, refused, serving
+
+Code = grpc.StatusCode
+
+
+async def raw(client, method, data):
+    """A call with these bytes as its message."""
+    call = client.channel.unary_unary(f"/{SERVICE_NAME}/{method}")
+    if method == "GenerateStream":
+        return [c async for c in client.channel.unary_stream(f"/{SERVICE_NAME}/{method}")(data)]
+    return await call(data)
+
+
+NAN, INF = float("nan"), float("inf")
+BAD = [
+    ("", {}, "prompt"),
+    ([], {}, "prompt"),
+    ("x" * 64, {}, "prompt"),
+    ([256, 257], {}, "prompt[1]"),
+    ([-1], {}, "prompt[0]"),
+    ([2**63 - 1], {}, "prompt[0]"),
+    ("x", {"max_new_tokens": 64}, "sampling.max_new_tokens"),
+    ("x", {"max_new_tokens": -1}, "sampling.max_new_tokens"),
+    ("x", {"temperature": NAN}, "sampling.temperature"),
+    ("x", {"temperature": INF}, "sampling.temperature"),
+    ("x", {"top_p": 0}, "sampling.top_p"),
+    ("x", {"min_p": NAN}, "sampling.min_p"),
+    ("x", {"repetition_penalty": 0}, "sampling.repetition_penalty"),
+    ("x", {"stop_token_ids": [257]}, "sampling.stop_token_ids[0]"),
+    ("x", {"stop_token_ids": [2**63 - 1]}, "sampling.stop_token_ids[0]"),
+    ("x", {"logit_bias": {-1: 1}}, "sampling.logit_bias[0]"),
+    ("x", {"logit_bias": {257: 1}}, "sampling.logit_bias[0]"),
+    ("x", {"logit_bias": {5: INF}}, "sampling.logit_bias[5]"),
+    ("x", {"logprobs": 21}, "sampling.logprobs"),
+    ("x", {"stop": [""]}, "sampling.stop[0]"),
+    ("x", {"seed": -1}, "sampling.seed"),
+    ([{"role": "", "content": "c"}], {}, "prompt"),
+]
+
+
+@in_loop
+async def test_bad_input_is_named_and_the_engine_goes_on():
+    engine = ScriptedEngine(echo)
+    async with serving(engine) as (_, client):
+        for prompt, sampling, field in BAD:
+            error = await refused(client.generate(prompt, **sampling))
+            assert error.code() is Code.INVALID_ARGUMENT, (sampling, error)
+            assert list(violations(error)) == [field], error.details()
+            assert field.removeprefix("sampling.") in error.details()
+        assert engine.counters.received == 0
+        assert (await client.generate("still here")).text == "still here"
+
+
+@in_loop
+async def test_prompts_at_the_limit():
+    async with serving(ScriptedEngine(echo)) as (_, client):
+        answer = await client.generate([65] * 63)  # max_model_len - 1
+        assert answer.text == "A" and answer.finish.reason == pb.FINISH_REASON_LENGTH
+        assert (await client.generate([65])).finish.reason == pb.FINISH_REASON_EOS
+        assert (await refused(client.generate([65] * 64))).code() is Code.INVALID_ARGUMENT
+
+
+@in_loop
+async def test_undecodable_bytes_are_invalid_argument_for_every_method():
+    async with serving(ScriptedEngine()) as (_, client):
+        bad = [b"\xff\xff\xff", b"\x12\x02\xff\xfe", b"\x0a"]  # junk, bad UTF-8, cut short
+        for method in ("Generate", "GenerateStream", "Tokenize", "Detokenize"):
+            for data in bad:
+                if (method, data) == ("Detokenize", bad[1]):
+                    continue  # there field 2 holds packed ids
+                error = await refused(raw(client, method, data))
+                assert error.code() is Code.INVALID_ARGUMENT, (method, data, error)
+        assert (await client.generate("ok")).text == "ok"
+
+
+@in_loop
+async def test_a_field_this_server_does_not_know_is_refused_by_name():
+    async with serving(ScriptedEngine()) as (_, client):
+        known = generate_request("x", temperature=0).SerializeToString()
+        field_99 = b"\x98\x06\x01"
+        error = await refused(raw(client, "Generate", known + field_99))
+        assert list(violations(error)) == ["GenerateRequest.field_99"]
+        nested = known + b"\x2a" + bytes([len(field_99)]) + field_99  # within sampling
+        error = await refused(raw(client, "Generate", nested))
+        assert list(violations(error)) == ["Sampling.field_99"]
+
+
+@in_loop
+async def test_a_request_without_prompt_and_another_model():
+    async with serving(ScriptedEngine()) as (_, client):
+        error = await refused(client.stub.Generate(pb.GenerateRequest()))
+        assert error.code() is Code.INVALID_ARGUMENT and "prompt" in violations(error)
+        error = await refused(client.stub.Generate(pb.GenerateRequest(chat=pb.Chat())))
+        assert "chat" in violations(error)
+        for call in (client.generate("x", model="other"), client.tokenize("x", model="other")):
+            error = await refused(call)
+            assert error.code() is Code.NOT_FOUND
+            assert "other" in error.details() and "fake" in error.details()
+
+
+@in_loop
+async def test_many_long_violations_fit_into_the_trailers():
+    async with serving(ScriptedEngine()) as (_, client):
+        error = await refused(client.generate("x", stop=[""] * 64, stop_token_ids=[999]))
+        assert error.code() is Code.INVALID_ARGUMENT and len(violations(error)) > 5
+        error = await refused(client.generate("x", model="名" * 5000))
+        assert error.code() is Code.NOT_FOUND
