@@ -58,6 +58,8 @@ class Scheduler:
         self.waiting.append(sequence)
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.id))
+            if len(self._deadlines) > 2 * len(self.by_id) + 64:
+                self._forget_ended_deadlines()
 
     def expired(self, now: float) -> list[Sequence]:
         """Sequences whose deadline has passed, each named once."""
@@ -70,6 +72,11 @@ class Scheduler:
             if sequence is not None and deadline is not None and deadline <= now:
                 late[request_id] = sequence
         return list(late.values())
+
+    def _forget_ended_deadlines(self) -> None:
+        """Entries of ended requests stay until their deadline; far ones must not pile up."""
+        known = ((id_, sequence.request.deadline) for id_, sequence in self.by_id.items())
+        self._deadlines = sorted((late, id_) for id_, late in known if late is not None)
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence. Its slot is free now, its pages once no step can write them."""

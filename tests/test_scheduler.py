@@ -204,6 +204,17 @@ def test_expired_names_each_late_sequence_once():
     assert names(scheduler.expired(9.0)) == []
 
 
+def test_far_deadlines_of_ended_requests_do_not_pile_up():
+    scheduler = Scheduler(scheduler_limits())
+    scheduler.add(request("stays", 2, deadline=5e5))
+    for i in range(2000):
+        scheduler.add(request(f"{i}", 2, deadline=1e6 - i))
+        scheduler.finish(scheduler.by_id[f"{i}"])
+    assert len(scheduler._deadlines) < 100
+    assert names(scheduler.expired(1e5)) == []
+    assert names(scheduler.expired(1e6)) == ["stays"]
+
+
 @pytest.mark.parametrize("damage", ["slot", "page", "lost"])
 def test_check_invariants_notices(damage):
     scheduler = Scheduler(scheduler_limits())
