@@ -19,8 +19,9 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -37,9 +38,11 @@ from jaxinfer.request import (
     SequenceEvent,
     Submit,
 )
-from jaxinfer.text import Delta, OutputBuilder, Prompt, TextProcessor
+from jaxinfer.text import Delta, Finish, OutputBuilder, Prompt, TextProcessor, Timing
 
-LONG_TEXT = 8192  # characters from which on encoding leaves the event loop
+logger = logging.getLogger(__name__)
+
+LONG_TEXT = 8192  # characters (or ids) from which on encoding (decoding) leaves the event loop
 
 OnEvents = Callable[[list[SequenceEvent]], None]
 OnStop = Callable[[str], None]
@@ -198,6 +201,12 @@ class Frontend:
             return self.text.encode(prompt, add_special_tokens)
         return await asyncio.to_thread(self.text.encode, prompt, add_special_tokens)
 
+    async def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids. Many are decoded in a thread. Raises RequestError."""
+        if len(ids) < LONG_TEXT:
+            return self.text.decode(ids, skip_special_tokens)
+        return await asyncio.to_thread(self.text.decode, ids, skip_special_tokens)
+
     def _start(self, request: Request) -> Stream:
         self._require_open()
         stream = Stream(self, request, self.text.output(request))
@@ -262,14 +271,14 @@ class Frontend:
             if stream is None:
                 self._dropped_tokens += len(event.tokens)
                 continue
-            delta = stream._output.push(event)
+            delta = _push(stream, event)
             self._dropped_tokens += len(event.tokens) - len(delta.token_ids)
             if delta.finish is None:
                 if delta.token_ids:
                     stream._take(delta)
                 continue
-            if event.finish is None:  # a stop string, which the engine knows nothing of
-                self._abort(stream, FinishReason.STOP_STRING)
+            if event.finish is None:  # the engine knows nothing of it: a stop string, or a fault
+                self._abort(stream, delta.finish.reason)
             else:
                 self._forget(stream)
             stream._take(delta)
@@ -292,8 +301,10 @@ class Frontend:
 
     def unavailable(self) -> str:
         """Why requests are not taken now, or ""."""
-        if self._closed:
-            return self._closed
+        return self._closed or self._trouble()
+
+    def _trouble(self) -> str:
+        """What is wrong with the engine, or ""."""
         if self._engine.status != "running":
             return self._engine.failure or "the engine was stopped"
         still = self._clock() - max(self._engine.last_progress, self._busy_since)
@@ -306,10 +317,9 @@ class Frontend:
 
         To be called a few times a second.
         """
-        reason = self.unavailable()
-        if reason and reason != self._closed:
-            self._fail_all(list(self._streams.values()), reason)
-        return reason
+        if trouble := self._trouble():
+            self._fail_all(list(self._streams.values()), trouble)
+        return self.unavailable()
 
     def _fail_all(self, streams: list[Stream], reason: str) -> None:
         for stream in streams:
@@ -341,8 +351,23 @@ class Frontend:
         self._engine.stop(self._closed or "the engine was stopped")
 
 
+def _push(stream: Stream, event: SequenceEvent) -> Delta:
+    """What an event adds to an output. A fault there ends its request, and nobody else's."""
+    try:
+        return stream._output.push(event)
+    except Exception as error:
+        logger.exception("request %s failed", stream.request.id)
+        failure = f"the output cannot be decoded: {type(error).__name__}: {error}"
+        elapsed = event.time - stream.request.arrival
+        return Delta(
+            finish=Finish(FinishReason.ERROR, error=failure), timing=Timing(None, None, elapsed)
+        )
+
+
 def _text_length(prompt: Prompt) -> int:
-    """Characters to encode."""
+    """Characters to encode; token ids have none."""
     if isinstance(prompt, str):
         return len(prompt)
-    return sum(len(str(m.get("content", ""))) for m in prompt if isinstance(m, dict))
+    if not len(prompt) or not isinstance(prompt[0], Mapping):
+        return 0
+    return sum(len(str(value)) for m in prompt if isinstance(m, Mapping) for value in m.values())

@@ -182,7 +182,8 @@ def check_prompt(found: Violations, prompt: Sequence[int], limits: EngineLimits)
             f"has {count} tokens; the queue takes {limits.max_queued_tokens} tokens in all;"
             " shorten it or serve with a larger --max-queued-tokens",
         )
-    check_token_ids(found, "prompt", prompt, limits.vocab_size)
+    else:  # of a prompt that is too long, the ids are not worth the time
+        check_token_ids(found, "prompt", prompt, limits.vocab_size)
 
 
 def check_output_length(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import threading
+import tracemalloc
 
 import pytest
 from fake_engine import (
@@ -18,7 +21,7 @@ from fake_engine import (
 )
 
 from jaxinfer.engine_thread import EngineThread
-from jaxinfer.frontend import Frontend
+from jaxinfer.frontend import LONG_TEXT, Frontend
 from jaxinfer.request import (
     EngineStoppedError,
     FinishReason,
@@ -198,18 +201,24 @@ async def test_bad_requests_start_nothing_and_are_counted():
 
 @run
 async def test_a_full_queue_refuses_and_what_was_accepted_finishes():
-    engine = ScriptedEngine(limits=limits(max_queued_requests=3))
+    """10,000 at once, of which 100 may wait: memory does not grow with the rest."""
+    engine = ScriptedEngine(limits=limits(max_queued_requests=100))
     async with running(engine) as front:
         engine.gate.clear()
-        accepted = [await front.submit("abc", GREEDY) for _ in range(3)]
-        for _ in range(50):
+        accepted = [await front.submit("abc", GREEDY) for _ in range(100)]
+        tracemalloc.start()
+        for _ in range(9_900):
             with pytest.raises(QueueFullError):
                 await front.submit("abc", GREEDY)
+        gc.collect()
+        kept, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert kept < 200_000, kept
         engine.gate.set()
         for stream in accepted:
             async with stream:
                 assert (await stream.collect()).text == "abc"
-        assert front.counters.refused == 50 and front.counters.finished == 3
+        assert front.counters.refused == 9_900 and front.counters.finished == 100
         assert balanced(front.counters, engine)
 
 
@@ -223,6 +232,32 @@ async def test_a_long_text_is_encoded_off_the_loop():
         text = "long " * 2000
         assert await front.encode(text) == [*text.encode()]
         assert (await whole(front, text, SamplingParams(max_new_tokens=3))).text == "lon"
+        assert await front.decode([*text.encode()]) == text
+
+
+@run
+async def test_nothing_long_keeps_the_loop_from_other_requests():
+    """Whatever is long is worked on in a thread: a text, any part of a chat, ids to decode."""
+    async with running(ScriptedEngine()) as front:
+        threads = []
+        for name in ("encode", "decode"):
+            original = getattr(front.text, name)
+
+            def watched(*args, original=original):
+                threads.append(threading.current_thread())
+                return original(*args)
+
+            setattr(front.text, name, watched)
+        long = "x" * LONG_TEXT
+        await front.encode(long)
+        await front.encode([{"role": "user", "content": long}])
+        await front.encode([{"role": long, "content": ""}])
+        await front.encode([{"role": "user", "content": ""}] * LONG_TEXT)
+        await front.decode([65] * LONG_TEXT)
+        assert len(threads) == 5 and threading.main_thread() not in threads
+        await front.encode("x")
+        await front.encode([65] * LONG_TEXT)  # ids are what they are
+        assert threads[5:] == [threading.main_thread()] * 2
 
 
 @run
@@ -267,6 +302,40 @@ async def test_a_failed_engine_ends_all_streams_and_says_why():
                 await stream.collect()
         with pytest.raises(EngineStoppedError, match="the device is gone"):
             await front.submit("x", GREEDY)
+
+
+@run
+async def test_an_engine_that_dies_while_draining_ends_the_streams_at_once():
+    engine = ScriptedEngine(forever, limits(max_model_len=1 << 15, kv_tokens=1 << 15), 0.001)
+    async with running(engine) as front:
+        stream = await front.submit("x", GREEDY)
+        await anext(stream)
+        draining = asyncio.create_task(front.drain(60))
+        await asyncio.sleep(0)
+        engine.fail_with = MemoryError("the device is gone")
+        async with asyncio.timeout(5):
+            with pytest.raises(EngineStoppedError, match="the device is gone"):
+                await stream.collect()
+            await draining
+
+
+@run
+async def test_a_fault_in_one_output_ends_that_request_alone():
+    """Two requests run, and every step's events come to both: the other one misses none."""
+    engine = ScriptedEngine(says("a" * 30))
+    async with running(engine) as front:
+        engine.gate.clear()
+        broken, sound = [await front.submit("x", GREEDY) for _ in range(2)]
+        broken._output._detokenizer = None
+        engine.gate.set()
+        async with asyncio.timeout(5):
+            failed = await broken.collect()
+        assert failed.finish.reason is FinishReason.ERROR
+        assert "cannot be decoded" in failed.finish.error and failed.timing.total >= 0
+        assert (await sound.collect()).text == "a" * 30
+        await until(lambda: not engine.has_work)
+        assert engine.ended == {"r1": FinishReason.ERROR, "r2": FinishReason.EOS}
+        assert balanced(front.counters, engine)
 
 
 @run

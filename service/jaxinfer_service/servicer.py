@@ -89,9 +89,9 @@ class InferenceService:
         return pb.TokenizeResponse(token_ids=ids)
 
     async def detokenize(self, request: pb.DetokenizeRequest, context: Context) -> Message:
-        text = self._model(request.model).frontend.text
+        frontend = self._model(request.model).frontend
         skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
-        return pb.DetokenizeResponse(text=text.decode(request.token_ids, skip))
+        return pb.DetokenizeResponse(text=await frontend.decode(request.token_ids, skip))
 
     def _model(self, name: str) -> ServedModel:
         if self.served is None:
