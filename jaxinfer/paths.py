@@ -11,4 +11,4 @@ import platformdirs
 def cache_dir() -> Path:
     """The cache folder: $JAXINFER_CACHE, or the platform's user cache folder."""
     override = os.environ.get("JAXINFER_CACHE")
-    return Path(override) if override else Path(platformdirs.user_cache_dir("jaxinfer"))
+    return Path(override or platformdirs.user_cache_dir("jaxinfer")).expanduser()
