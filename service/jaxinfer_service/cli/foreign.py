@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _POOL = "KV pages stay on the device, and sequences that do not fit wait or are recomputed; "
-_ONE_DEVICE = "this version serves on one device; run one server for each device"
+_ONE_REPLICA = "a server is one replica: shard it with --tensor-parallel-size, or run several"
 _CHECKPOINT = "the checkpoint's own is used; convert or edit the checkpoint instead"
 _NO_AUTH = "the server has no TLS or keys yet; keep it on a private --host, or behind a proxy"
 _NO_ADAPTERS = "adapters are not supported; merge them into the checkpoint"
@@ -28,8 +28,8 @@ ADVICE: dict[str, str] = {
     "--disable-radix-cache": "there is no prefix cache; leave it out",
     "--enable-chunked-prefill": _ALWAYS + "; --max-num-batched-tokens sets the chunk",
     "--speculative-config": "speculative decoding is not supported; leave it out",
-    "--pipeline-parallel-size": _ONE_DEVICE,
-    "--data-parallel-size": _ONE_DEVICE,
+    "--pipeline-parallel-size": _ONE_REPLICA,
+    "--data-parallel-size": _ONE_REPLICA,
     "--tp": "use --tensor-parallel-size",
     "--tp-size": "use --tensor-parallel-size",
     "--tensor-parallel": "use --tensor-parallel-size",
