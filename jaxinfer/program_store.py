@@ -13,6 +13,7 @@ import logging
 import os
 import pickle
 import platform
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,8 @@ from jax.experimental import serialize_executable
 logger = logging.getLogger(__name__)
 
 _SOURCES = ("jaxinfer", "pallas_kernels")
+_FLAGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable")
+KEPT_FOLDERS = 16  # every edit of the source and every setting makes another one
 
 
 class ProgramStore:
@@ -33,13 +36,19 @@ class ProgramStore:
     They run on the first device; programs over a mesh are not kept.
 
     The folder is a cache: a file that cannot be read is compiled again, and one that cannot be
-    written costs only the next start.
+    written costs only the next start. Of all folders the `KEPT_FOLDERS` used last are kept.
     """
 
     def __init__(self, root: Path, *ingredients: Any):
         """`ingredients`: whatever else the programs depend on; their repr must show all of it."""
         described = repr((_code_digest(), _environment(), ingredients))
         self.folder = root / hashlib.sha256(described.encode()).hexdigest()[:32]
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            os.utime(self.folder)
+            by_use = sorted(root.iterdir(), key=lambda folder: -folder.stat().st_mtime_ns)
+            for folder in by_use[KEPT_FOLDERS:]:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def get_or_compile(self, name: str, compile_program: Callable[[], Any]) -> Any:
         """The stored executable of that name, or a compiled one, which is stored."""
@@ -62,10 +71,13 @@ class ProgramStore:
 
     def _write(self, path: Path, data: bytes) -> None:
         """Whole or not at all, also when two processes start together."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
-        Path(file.name).replace(path)
+            try:
+                file.write(data)
+                file.flush()
+                Path(file.name).replace(path)
+            finally:
+                Path(file.name).unlink(missing_ok=True)
 
 
 def describe_arrays(tree: Any) -> str:
@@ -92,11 +104,17 @@ def _environment() -> tuple[str, ...]:
         jax.__version__,
         jaxlib.__version__,
         os.environ.get("XLA_FLAGS", ""),
-        str(jax.config.jax_default_matmul_precision),
+        *(f"{flag}={getattr(jax.config, flag)}" for flag in _FLAGS),
         f"{device.platform} {device.device_kind} {device.client.platform_version}",
         str(jax.device_count()),
+        str(_cpus()),
         platform.machine() + _cpu_features(),
     )
+
+
+def _cpus() -> int:
+    """CPUs of this process: XLA splits loops for as many when it compiles."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_features() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -138,22 +139,19 @@ def compile_programs(
     store: ProgramStore | None = None,
 ) -> Programs:
     """Compile the whole set in threads, or load what `store` has of it."""
-    programs, done = program_set(model, shapes, state), 0
+    programs, done = program_set(model, shapes, state), itertools.count(1)
     on_cpu = jax.tree.leaves(state[0])[0].sharding.device_set.pop().platform == "cpu"
     options = _CPU_OPTIONS if on_cpu else None
 
     def build(program: Lowerable) -> Any:
-        nonlocal done
-
         def compile_program() -> Any:
             return program.lower().compile(compiler_options=options)
 
         executable = (
             store.get_or_compile(program.name, compile_program) if store else compile_program()
         )
-        done += 1
         if progress:
-            progress(f"compile {program.name}", done, len(programs))
+            progress(f"compile {program.name}", next(done), len(programs))
         return executable
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:

@@ -16,12 +16,12 @@ from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine import Engine
 from jaxinfer.host_memory import keep_freed_memory
 from jaxinfer.kv_pool import KVGroup, empty_pools, pages_for
-from jaxinfer.memory_plan import plan_memory
+from jaxinfer.memory_plan import MemoryPlan, plan_memory
 from jaxinfer.models import family_of
 from jaxinfer.params import ParamSpec
 from jaxinfer.paths import cache_dir
 from jaxinfer.program_store import ProgramStore, describe_arrays
-from jaxinfer.programs import Progress, compile_programs, step_shapes
+from jaxinfer.programs import Programs, Progress, compile_programs, step_shapes
 from jaxinfer.runner import Runner
 from jaxinfer.scheduler import Scheduler, SchedulerLimits
 from jaxinfer.sharding import (
@@ -31,8 +31,16 @@ from jaxinfer.sharding import (
     replicated,
     sharding_of,
 )
-from jaxinfer.slot_state import empty_history, empty_options, empty_slots
+from jaxinfer.slot_state import (
+    History,
+    Options,
+    Slots,
+    empty_history,
+    empty_options,
+    empty_slots,
+)
 from jaxinfer.step import StepModel
+from jaxinfer.step_plan import StepShape
 from jaxinfer.validation import EngineLimits
 from pallas_kernels.paged_attention import Implementation
 
@@ -89,18 +97,7 @@ def build_engine(
     shapes = step_shapes(
         config.max_num_seqs, config.max_num_batched_tokens, config.page_size, len(groups)
     )
-    started = time.monotonic()
-    store = ProgramStore(cache_dir() / "programs", step_model, describe_arrays(state))
-    programs = compile_programs(step_model, shapes, state, progress, store if not mesh else None)
-    count, seconds = len(programs.forward) + len(programs.sample) + 2, time.monotonic() - started
-    temporary = programs.temp_bytes / 2**20
-    logger.info(f"{count} programs ready in {seconds:.1f} s, largest temporary {temporary:.0f} MiB")
-    if programs.temp_bytes + programs.logits_bytes > memory.workspace_bytes:
-        raise RuntimeError(
-            f"the largest program needs {programs.temp_bytes} bytes of temporaries and "
-            f"{programs.logits_bytes} of logits, more than the {memory.workspace_bytes} planned; "
-            "lower max_num_batched_tokens or max_num_seqs"
-        )
+    programs = _compile(step_model, shapes, state, memory, progress)
     if device.platform == "cpu":
         keep_freed_memory()
     compiles = CompileWatch(guard_compiles)
@@ -115,6 +112,31 @@ def build_engine(
     )
     compiles.ready()
     return engine
+
+
+def _compile(
+    step_model: StepModel,
+    shapes: tuple[StepShape, ...],
+    state: tuple[Any, Any, Slots, Options, History],
+    memory: MemoryPlan,
+    progress: Progress | None,
+) -> Programs:
+    """All programs, held to the workspace that was planned for them."""
+    started = time.monotonic()
+    store = None  # which keeps programs of a single device only
+    if step_model.mesh is None:
+        store = ProgramStore(cache_dir() / "programs", step_model, describe_arrays(state))
+    programs = compile_programs(step_model, shapes, state, progress, store)
+    count, seconds = len(programs.forward) + len(programs.sample) + 2, time.monotonic() - started
+    temporary = programs.temp_bytes / 2**20
+    logger.info(f"{count} programs ready in {seconds:.1f} s, largest temporary {temporary:.0f} MiB")
+    if programs.temp_bytes + programs.logits_bytes > memory.workspace_bytes:
+        raise RuntimeError(
+            f"the largest program needs {programs.temp_bytes} bytes of temporaries and "
+            f"{programs.logits_bytes} of logits, more than the {memory.workspace_bytes} planned; "
+            "lower max_num_batched_tokens or max_num_seqs"
+        )
+    return programs
 
 
 def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from tiny_engine import TINY, VOCAB, Setup, built, tiny_params
 
 from jaxinfer.kv_pool import abstract_pools, kv_groups
-from jaxinfer.program_store import ProgramStore, describe_arrays
+from jaxinfer.program_store import KEPT_FOLDERS, ProgramStore, describe_arrays
 from jaxinfer.programs import (
     VARIANTS,
     chunk_rungs,
@@ -186,6 +188,32 @@ def test_nothing_is_stored_that_another_cache_may_have_loaded(tmp_path):
     runs = [in_a_process(tmp_path / "store", **jax_cache) for _ in range(3)]
     assert any((tmp_path / "jax").iterdir())
     assert runs[0] == runs[1] == runs[2] and runs[0][2] == []
+
+
+def test_a_store_is_for_one_setting_of_jax_and_number_of_cpus(tmp_path, monkeypatch):
+    folders = {ProgramStore(tmp_path).folder}
+    with jax.default_matmul_precision("highest"):
+        folders.add(ProgramStore(tmp_path).folder)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(99)), raising=False)
+    folders.add(ProgramStore(tmp_path).folder)
+    assert len(folders) == 3
+
+
+def test_folders_that_were_not_used_lately_go(tmp_path):
+    folders = [ProgramStore(tmp_path, number).folder for number in range(KEPT_FOLDERS)]
+    for age, folder in enumerate(folders):
+        os.utime(folder, (age, age))
+    ProgramStore(tmp_path, 0)  # used again, so the next oldest goes
+    newest = ProgramStore(tmp_path, "new").folder
+    assert {*tmp_path.iterdir()} == {newest, *folders} - {folders[1]}
+
+
+def test_a_program_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    store = ProgramStore(tmp_path)
+    monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError("no space left")))
+    with pytest.raises(OSError, match="no space"):
+        store._write(store.folder / "program.bin", b"data")
+    assert list(store.folder.iterdir()) == []
 
 
 def test_a_store_is_for_one_state_alone(tmp_path):
