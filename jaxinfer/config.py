@@ -79,7 +79,8 @@ class EngineConfig:
         max_model_len: prompt + output tokens of one sequence; None takes the model's own limit.
         max_num_batched_tokens: prompt tokens one step may prefill, the largest chunk bucket.
         page_size: tokens a KV page holds.
-        kv_pool_bytes: bytes for the KV pool; None derives it from the memory that is left.
+        kv_pool_bytes: bytes of each device for the KV pool; None: what is left of its memory (on
+            a CPU, whose memory is shared with others, at most 2 GiB).
         memory_utilization: fraction of the device's memory the engine may plan with.
         dtype: weights and activations; kv_dtype: the KV pool (None: as dtype).
         overlap: dispatch a step before the previous one was read.

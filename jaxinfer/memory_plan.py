@@ -10,6 +10,7 @@ import psutil
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.kv_pool import KVGroup, kv_groups, pages_for, pages_that_fit
 from jaxinfer.platform import allocator_fraction
+from jaxinfer.step_plan import MAX_PIECES
 
 CPU_POOL_BYTES = 2 << 30  # a host's memory is shared with others: take a fixed, modest pool
 WORKSPACE_SLACK = 64 << 20
@@ -52,14 +53,15 @@ def device_memory(device: jax.Device) -> tuple[int, int]:
 
 
 def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
-    """Bound on temporaries and logits: twice the logits, twice the widest activation, slack."""
+    """Bound on a program's temporaries (twice the logits, twice the widest activation, slack) and
+    the logits that go from one program to the next."""
     rows = config.max_num_seqs + config.max_num_batched_tokens
     widest = max(
         2 * model.intermediate_size,
         (model.num_heads + 2 * model.num_kv_heads) * model.head_dim,
         model.hidden_size,
     )
-    logits = 4 * model.vocab_size * (config.max_num_seqs + 8)
+    logits = 4 * model.vocab_size * (config.max_num_seqs + MAX_PIECES)
     return 3 * logits + 2 * rows * widest * max(itemsize, 4) + WORKSPACE_SLACK
 
 
@@ -89,8 +91,8 @@ def plan_memory(
             f"{_gib(weights_bytes)}, slot state {_gib(slot_bytes)}, workspace {_gib(workspace)} "
             f"leave {_gib(room)}; lower the pool, max_num_seqs or max_num_batched_tokens"
         )
-    per_device = wanted * config.tensor_parallel_size
-    pages = pages_that_fit(model, config.page_size, kv_dtype, per_device)
+    on_all_devices = wanted * config.tensor_parallel_size
+    pages = pages_that_fit(model, config.page_size, kv_dtype, on_all_devices)
     needed = pages_for(max_model_len, config.page_size) + 1
     if pages < needed:
         group = kv_groups(model, needed, config.page_size, kv_dtype)[0]

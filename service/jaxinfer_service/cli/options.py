@@ -129,8 +129,8 @@ KvCacheMemory = Annotated[
     typer.Option(
         parser=parse_size,
         metavar="SIZE",
-        help="Bytes of the KV pool, e.g. 2GiB.",
-        show_default="what is left",
+        help="Bytes of each device's KV pool, e.g. 2GiB.",
+        show_default="what is left; 2GiB on a CPU",
         rich_help_panel=_MEMORY,
     ),
 ]
