@@ -164,6 +164,8 @@ def test_steps_of_the_fake_model_take_the_arguments_of_a_real_one():
     "arguments, said",
     [
         (("steps",), "--fake-model"),
+        (("steps", "a-model", "--fake-layers", "3"), "--fake-layers"),
+        (("steps", "--fake-model", "--dtype", "bfloat16"), "--dtype"),
         (("throughput", "/does/not/exist"), "does not exist"),
         (("serve", "--goodput", "ttft"), "METRIC:MILLISECONDS"),
         (("serve", "--request-rate", "0"), "--request-rate"),

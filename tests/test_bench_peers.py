@@ -166,6 +166,8 @@ def test_the_script_compares_a_tiny_model_with_a_peer(tmp_path):
     [
         (("--llama-batched-bench", "/bin/true"), "--gguf"),
         (("--transformers-python", "/bin/true"), "--hf"),
+        (("--openvino-gguf", "any.gguf"), "--openvino-python"),
+        (("--transformers-continuous",), "--transformers-python"),
         (("--streams", "1,many"), "--streams"),
     ],
 )

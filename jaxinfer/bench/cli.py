@@ -136,8 +136,11 @@ def steps(
         typer.Option("--fake-model", help="A model that computes nothing: the host's cost alone."),
     ] = False,
     fake_layers: Annotated[
-        int, typer.Option(help="Layers of the fake model: they set the number of arguments.")
-    ] = 32,
+        int | None,
+        typer.Option(
+            min=1, help="Layers of the fake model: they set the number of arguments; default: 32."
+        ),
+    ] = None,
     num_prompts: Annotated[
         int | None, typer.Option(help="Requests to run; default: one a slot.")
     ] = None,
@@ -161,10 +164,14 @@ def steps(
 
     if (model is None) != fake_model:
         raise typer.BadParameter("name a MODEL, or give --fake-model instead of one")
+    if fake_layers is not None and not fake_model:
+        raise typer.BadParameter("--fake-layers is for --fake-model; leave it out")
+    if dtype is not None and fake_model:
+        raise typer.BadParameter("--dtype is for a MODEL: the fake one computes nothing")
     slots = concurrency or (256 if fake_model else 32)
     bench = _start(
         model,
-        fake_layers,
+        fake_layers or 32,
         dtype,
         max_num_seqs=slots,
         max_model_len=max_model_len,
