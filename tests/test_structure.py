@@ -150,6 +150,15 @@ def test_files_and_functions_are_short(file):
             assert length <= LONGEST_FUNCTION, f"{node.name} has {length} lines"
 
 
+@pytest.mark.parametrize("folder", ["tests", "scripts"])
+def test_tests_and_scripts_are_short_too(folder):
+    files = [file for file in (ROOT / folder).rglob("*") if file.suffix in ("", ".py")]
+    assert len([file for file in files if file.is_file()]) > 5
+    for file in files:
+        if file.is_file():
+            assert len(file.read_text().splitlines()) <= LONGEST_FILE, file
+
+
 @by_file
 def test_no_unquoted_axis_names_in_array_annotations(file):
     """`Int[Array, N]` names an unknown type, for which the tests' checker accepts anything."""
