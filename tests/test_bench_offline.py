@@ -167,6 +167,7 @@ def test_steps_of_the_fake_model_take_the_arguments_of_a_real_one():
         (("steps", "a-model", "--fake-layers", "3"), "--fake-layers"),
         (("steps", "--fake-model", "--dtype", "bfloat16"), "--dtype"),
         (("throughput", "/does/not/exist"), "does not exist"),
+        (("throughput", "demo", "--dataset", "sharegpt", "--input-len", "5"), "draws its own"),
         (("serve", "--goodput", "ttft"), "METRIC:MILLISECONDS"),
         (("serve", "--request-rate", "0"), "--request-rate"),
         (("serve", "--dataset", "novels"), "synthetic"),

@@ -161,6 +161,22 @@ def test_the_script_compares_a_tiny_model_with_a_peer(tmp_path):
     assert found["threads"] == 1
 
 
+def test_the_script_compares_settings_of_our_own_engine(tmp_path):
+    model = hf_folder(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
+    sizes = ("--streams", "2", "--prompt-len", 4, "--decode-steps", 3, "--prefill-len", 0)
+    out = tmp_path / "out.json"
+    run = (model, *sizes, "--rounds", 1, "--json", out, "--variant")
+    result = run_script(*run, "overlap=false")
+    assert result.exit_code == 0, result.output
+    (cell,) = json.loads(out.read_text())["cells"]
+    assert list(cell["ratios"]) == ["jaxinfer overlap=false"]
+    refused = run_script(*run, "overlaps=false")
+    assert refused.exit_code == 2
+    assert "page_size" in refused.output
+
+
 @pytest.mark.parametrize(
     "arguments, named",
     [

@@ -16,8 +16,14 @@ Model = Annotated[
 ]
 Dtype = Annotated[str | None, typer.Option(help="Weights and activations; default: as stored.")]
 NumPrompts = Annotated[int, typer.Option(help="Requests to run.")]
-InputLen = Annotated[int, typer.Option(help="Prompt tokens of a synthetic request.")]
-OutputLen = Annotated[int, typer.Option(help="Output tokens of a synthetic request.")]
+InputLen = Annotated[int, typer.Option(help="Prompt tokens of a request.")]
+OutputLen = Annotated[int, typer.Option(help="Output tokens of a request.")]
+SyntheticInputLen = Annotated[
+    int | None, typer.Option(help="Prompt tokens of a synthetic request; default: 128.")
+]
+SyntheticOutputLen = Annotated[
+    int | None, typer.Option(help="Output tokens of a synthetic request; default: 64.")
+]
 DatasetName = Annotated[
     str, typer.Option(help=f"{' or '.join(DATASETS)}: fixed lengths, or lengths as in real chats.")
 ]
@@ -36,8 +42,8 @@ PoolBytes = Annotated[
 def throughput(
     model: Model,
     num_prompts: NumPrompts = 64,
-    input_len: InputLen = 128,
-    output_len: OutputLen = 64,
+    input_len: SyntheticInputLen = None,
+    output_len: SyntheticOutputLen = None,
     concurrency: Annotated[
         int,
         typer.Option("--concurrency", "--max-num-seqs", min=1, help="Requests that run at once."),
@@ -53,6 +59,7 @@ def throughput(
     """Run many requests through the engine, without a server: requests and tokens a second."""
     from jaxinfer.bench import offline
 
+    prompt_len, new_len = lengths(dataset, input_len, output_len)
     bench = _start(
         model,
         0,
@@ -62,7 +69,7 @@ def throughput(
         max_num_batched_tokens=max_num_batched_tokens,
         kv_pool_bytes=kv_cache_memory,
     )
-    items = _workload(bench.engine, dataset, num_prompts, input_len, output_len, seed)
+    items = _workload(bench.engine, dataset, num_prompts, prompt_len, new_len, seed)
     with report.progress_bar() as progress:
         result = offline.throughput(bench.engine, items, concurrency, progress)
     report.publish(
@@ -231,6 +238,15 @@ def _workload(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def lengths(dataset: str, input_len: int | None, output_len: int | None) -> tuple[int, int]:
+    """The lengths of synthetic requests. Raises typer.BadParameter for others with lengths."""
+    if dataset != "synthetic" and (input_len, output_len) != (None, None):
+        raise typer.BadParameter(
+            f"--input-len and --output-len are for --dataset synthetic; {dataset} draws its own"
+        )
+    return 128 if input_len is None else input_len, 64 if output_len is None else output_len
 
 
 def dataset_name(name: str) -> Dataset:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 
 from jaxinfer.bench.do_nothing import do_nothing_model
@@ -38,6 +39,23 @@ def start(
     """Load a model by name or path and compile its engine, as for serving."""
     loaded, engine = open_engine(model, config, dtype, progress)
     return BenchEngine(engine, loaded, dataclasses.replace(config, dtype=loaded.dtype))
+
+
+def start_variant(bench: BenchEngine, setting: str, progress: Report | None = None) -> BenchEngine:
+    """A second engine on the same parameters, with one setting changed: FIELD=VALUE, VALUE as JSON.
+
+    Raises ValueError naming the fields there are.
+    """
+    name, _, value = setting.partition("=")
+    fields = [f.name for f in dataclasses.fields(EngineConfig) if f.name != "dtype"]
+    if name not in fields or not value:
+        raise ValueError(f"{setting!r}: write FIELD=VALUE, FIELD one of {', '.join(fields)}")
+    try:
+        parsed = json.loads(value)
+    except json.JSONDecodeError:
+        parsed = value
+    config = dataclasses.replace(bench.config, **{name: parsed})
+    return BenchEngine(build_engine(bench.model, config, progress), bench.model, config)
 
 
 def start_fake(layers: int, config: EngineConfig, progress: Report | None = None) -> BenchEngine:

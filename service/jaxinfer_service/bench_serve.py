@@ -13,13 +13,14 @@ from jaxinfer.bench import report, serve
 from jaxinfer.bench.arrivals import arrival_times
 from jaxinfer.bench.cli import (
     DatasetName,
-    InputLen,
     JsonTo,
     NumPrompts,
-    OutputLen,
     Seed,
+    SyntheticInputLen,
+    SyntheticOutputLen,
     app,
     dataset_name,
+    lengths,
 )
 from jaxinfer.bench.workload import WorkItem, make_workload
 from jaxinfer_service.client import AsyncClient
@@ -55,8 +56,8 @@ def bench_serve(
         int | None, typer.Option(min=1, help="Requests on their way at once; default: no limit.")
     ] = None,
     num_prompts: NumPrompts = 100,
-    input_len: InputLen = 128,
-    output_len: OutputLen = 64,
+    input_len: SyntheticInputLen = None,
+    output_len: SyntheticOutputLen = None,
     dataset: DatasetName = "synthetic",
     vocab_size: Annotated[int, typer.Option(min=1, help="Prompts draw token ids below it.")] = 1000,
     max_model_len: Annotated[int, typer.Option(help="Chat-like lengths are cut to it.")] = 4096,
@@ -73,8 +74,8 @@ def bench_serve(
     """Send requests to a running server and report their latencies and throughput."""
     try:
         limits = serve.parse_goodput([part for text in goodput or () for part in text.split(",")])
-        lengths = (num_prompts, input_len, output_len)
-        items = make_workload(dataset_name(dataset), *lengths, vocab_size, max_model_len, seed)
+        sizes = (num_prompts, *lengths(dataset, input_len, output_len))
+        items = make_workload(dataset_name(dataset), *sizes, vocab_size, max_model_len, seed)
         arrivals = arrival_times(num_prompts, request_rate, burstiness, seed)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
