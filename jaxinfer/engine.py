@@ -81,7 +81,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do anything."""
+        """Whether `step` has something to do, or is doing it. May be asked from any thread."""
         return bool(self._in_flight or self._pending or self.scheduler.by_id)
 
     def has_request(self, request_id: str) -> bool:
@@ -109,10 +109,11 @@ class Engine:
         keep = 1 if self.overlap and plan is not None else 0
         events, self._pending = self._pending, []
         while len(self._in_flight) > keep:
-            plan_read, handle = self._in_flight.popleft()
+            plan_read, handle = self._in_flight[0]
             result = self.runner.collect(handle)
             events += self._read(plan_read, result, self._clock() if self._clock else now)
             self.scheduler.retire(plan_read.number)
+            self._in_flight.popleft()  # last: until its pages are back there is work
         events += self._pending  # what reading brought to an end
         self._pending = []
         return events
