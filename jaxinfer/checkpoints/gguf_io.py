@@ -58,6 +58,7 @@ class _CheckedReader(gguf.GGUFReader):
         return super()._get_field_parts(orig_offs, raw_type)
 
     def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+        spans: list[tuple[int, int, str]] = []
         for field in fields:
             _, name, _, dims, kind, offset = field.parts
             elements = int(np.prod([int(d) for d in dims], dtype=object))
@@ -73,7 +74,23 @@ class _CheckedReader(gguf.GGUFReader):
                 raise ValueError(
                     f"{label}: expected bytes {start} to {end}, the file ends at {self.data.size}"
                 )
+            spans.append((int(offset[0]), end - start, label))
+        self._check_layout(spans)
         super()._build_tensors(start_offs, fields)
+
+    def _check_layout(self, spans: list[tuple[int, int, str]]) -> None:
+        """Require tensors, given as (offset, bytes, name), to follow each other with nothing but
+        alignment between them: a wrong offset within the file would load another one's bytes."""
+        alignment = int(self.alignment)
+        expected, before = 0, "the header"
+        for offset, size, label in sorted(spans):
+            if offset != expected:
+                raise ValueError(
+                    f"{label}: expected offset {expected}, right after {before}, found {offset}; "
+                    f"tensors must not {'overlap' if offset < expected else 'leave gaps'}"
+                )
+            expected = -(-(offset + size) // alignment) * alignment
+            before = label
 
 
 class GgufTensors:
