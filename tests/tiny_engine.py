@@ -175,6 +175,12 @@ def naive_logits(tokens: list[int], params=None) -> np.ndarray:
     return np.asarray(dense_logits(params, padded, config=TINY))[: len(tokens)]
 
 
+def naive_logprobs(tokens: list[int], params=None) -> np.ndarray:
+    """Log-softmax of `naive_logits`, in float64."""
+    logits = naive_logits(tokens, params).astype(np.float64)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
 def check(r: Request, output: Output, params=None, tolerance: float = TOLERANCE) -> None:
     """The output is what the naive loop gives: every token follows from those before it.
 
@@ -195,15 +201,15 @@ def check(r: Request, output: Output, params=None, tolerance: float = TOLERANCE)
         assert output.finish is (FinishReason.STOP_ID if own else FinishReason.EOS)
     else:
         assert output.finish is FinishReason.LENGTH and len(tokens) == r.max_new_tokens
-    _check_logprobs(r, output, logits, tolerance)
-
-
-def _check_logprobs(r: Request, output: Output, logits: np.ndarray, tolerance: float) -> None:
     if r.params.logprobs is None:
         assert not output.logprobs
-        return
+    else:
+        exact = naive_logprobs(prompt + tokens, params)[len(prompt) - 1 :]
+        _check_logprobs(r, output, exact, tolerance)
+
+
+def _check_logprobs(r: Request, output: Output, exact: np.ndarray, tolerance: float) -> None:
     assert len(output.logprobs) == len(output.tokens)
-    exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
     for token, said, line in zip(output.tokens, output.logprobs, exact):
         assert abs(said.logprob - line[token]) <= tolerance
         assert len(said.top) == r.params.logprobs
