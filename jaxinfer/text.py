@@ -88,17 +88,39 @@ class TextProcessor:
     def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, as the model is to see them; ids come back as they are.
 
-        Raises RequestError for a text that is not Unicode or a chat that the template refuses.
+        Raises RequestError for a text that is not Unicode, that is too long for any tokens, or a
+        chat that the template refuses.
         """
         try:
             if isinstance(prompt, str):
-                prompt.encode()  # a lone surrogate is no text
+                self._check_size(len(prompt.encode()))  # which a lone surrogate fails: no text
                 return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
             if len(prompt) and isinstance(prompt[0], Mapping):
-                return self.tokenizer.apply_chat_template([_message(m) for m in prompt])
+                if len(prompt) > self.limits.max_model_len:  # a role takes a token at least
+                    raise ValueError(
+                        f"has {len(prompt)} messages; at most {self.limits.max_model_len} are"
+                        " taken (max_model_len); leave old ones out"
+                    )
+                messages = [_message(m) for m in prompt]
+                self._check_size(sum(len(text.encode()) for m in messages for text in m.values()))
+                return self.tokenizer.apply_chat_template(messages)
         except ValueError as error:
             raise RequestError([Violation("prompt", str(error))]) from error
         return list(prompt)  # type: ignore[arg-type]
+
+    def _check_size(self, size: int) -> None:
+        """Refuse a prompt of so many bytes before time goes into encoding it.
+
+        No token stands for more bytes than the longest one, so a longer text cannot fit. It is
+        refused even where the tokenizer or the template would have dropped most of it.
+        """
+        limit = self.limits.max_model_len * self.tokenizer.longest_token
+        if size > limit:
+            raise ValueError(
+                f"has {size} bytes of text; at most {limit} are taken (max_model_len"
+                f" {self.limits.max_model_len} tokens, the longest token has"
+                f" {self.tokenizer.longest_token} bytes); shorten it"
+            )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids. Raises RequestError for an id outside of the vocabulary."""

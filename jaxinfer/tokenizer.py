@@ -41,6 +41,8 @@ class Tokenizer:
         raw: the `tokenizers.Tokenizer`, for decoding streams. Encode through this class instead.
         vocab_size: one more than the largest id, added tokens included.
         eos_ids: the ids that end the model's output.
+        longest_token: bytes (UTF-8, as the vocabulary writes it) of the longest token: no token
+            stands for more bytes of a text.
         config: tokenizer_config.json as a dict (special tokens' names, chat template).
     """
 
@@ -61,6 +63,8 @@ class Tokenizer:
         self.raw.no_truncation()
         last_added = max(self.raw.get_added_tokens_decoder(), default=-1)
         self.vocab_size = max(self.raw.get_vocab_size(with_added_tokens=True), last_added + 1)
+        vocabulary = self.raw.get_vocab(with_added_tokens=True)
+        self.longest_token = max((len(token.encode()) for token in vocabulary), default=0)
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         for i in self.eos_ids:
             if not isinstance(i, int) or not 0 <= i < self.vocab_size:
@@ -109,7 +113,12 @@ class Tokenizer:
         With `allow_special`, special tokens the text spells are interpreted as such.
         """
         guarded = text if allow_special else self._guarded(text)
-        return self.raw.encode(guarded, add_special_tokens=add_special_tokens).ids
+        return self._ids(guarded, add_special_tokens)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        # Of the library's calls only those for batches let other threads run.
+        batch = self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return batch[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids. Bytes that are no UTF-8 become U+FFFD."""
@@ -162,7 +171,7 @@ class Tokenizer:
         Raises ChatTemplateError when there is no template or it fails on these messages.
         """
         text = self._render(messages, add_generation_prompt, tools, kwargs)
-        return self.raw.encode(text, add_special_tokens=False).ids
+        return self._ids(text, add_special_tokens=False)
 
     def _render(
         self,

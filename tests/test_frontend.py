@@ -7,6 +7,7 @@ import contextlib
 import gc
 import threading
 import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 from fake_engine import (
@@ -238,7 +239,7 @@ async def test_a_long_text_is_encoded_off_the_loop():
 @run
 async def test_nothing_long_keeps_the_loop_from_other_requests():
     """Whatever is long is worked on in a thread: a text, any part of a chat, ids to decode."""
-    async with running(ScriptedEngine()) as front:
+    async with running(ScriptedEngine(limits=limits(max_model_len=1 << 16))) as front:
         threads = []
         for name in ("encode", "decode"):
             original = getattr(front.text, name)
@@ -258,6 +259,42 @@ async def test_nothing_long_keeps_the_loop_from_other_requests():
         await front.encode("x")
         await front.encode([65] * LONG_TEXT)  # ids are what they are
         assert threads[5:] == [threading.main_thread()] * 2
+
+
+@run
+async def test_text_that_cannot_fit_is_refused_before_it_is_encoded():
+    """64 tokens of at most 5 bytes (<eos>): whatever is longer costs no encoding."""
+    async with running(ScriptedEngine()) as front:
+        encoded = []
+        front.text.tokenizer = SimpleNamespace(
+            longest_token=TOKENIZER.longest_token,
+            encode=lambda *args, **kwargs: encoded.append(args) or [65],
+            apply_chat_template=lambda *args: encoded.append(args) or [65],
+        )
+        limit = 64 * TOKENIZER.longest_token
+        assert limit == 320
+        too_long = [
+            "x" * (limit + 1),
+            "é" * (limit // 2 + 1),
+            "x" * 10_000_000,
+            [{"role": "user", "content": "x" * limit}],
+            [{"role": "user", "content": "x" * 100}] * 4,
+            [{"role": "x" * 10_000_000, "content": ""}],
+            [{"role": "u", "content": ""}] * 65,
+        ]
+        for prompt in too_long:
+            for call in (front.encode(prompt), front.submit(prompt, GREEDY)):
+                with pytest.raises(RequestError) as caught:
+                    await call
+                (violation,) = caught.value.violations
+                assert violation.field == "prompt" and "at most" in violation.message
+                assert "max_model_len" in violation.message
+        assert not encoded
+        for prompt in ("x" * limit, [{"role": "user", "content": "x" * (limit - 4)}]):
+            assert await front.encode(prompt) == [65]
+        assert len(encoded) == 2
+        with pytest.raises(RequestError, match=r"has 10000000 bytes of text; at most 320"):
+            await front.encode("x" * 10_000_000)
 
 
 @run

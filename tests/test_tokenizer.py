@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +234,42 @@ def test_broken_files_are_named(
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         Tokenizer.from_folder(tmp_path)
+
+
+@functools.cache
+def _words() -> Tokenizer:
+    """Bytes, and merges up to one token of 6."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {c: i for i, c in enumerate([*alphabet, "ab", "abab", "ababab"])}
+    raw = RawTokenizer(models.BPE(vocab=vocab, merges=[("a", "b"), ("ab", "ab"), ("abab", "ab")]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens([AddedToken("<eos>", special=True)])
+    return Tokenizer(raw.to_str(), {})
+
+
+@given(st.text(max_size=50), st.integers(0, 40))
+def test_no_text_takes_fewer_tokens_than_the_longest_one_allows(text: str, repeats: int) -> None:
+    tokenizer = _words()
+    assert tokenizer.longest_token == len("ababab")
+    whole = text + "ab" * repeats
+    assert len(whole.encode()) <= len(tokenizer.encode(whole)) * tokenizer.longest_token
+
+
+def test_encoding_lets_other_threads_run() -> None:
+    text = "some words of prose, 123; " * 40_000
+    tokenizer = _words()
+    done = threading.Event()
+
+    def encode() -> None:
+        tokenizer.encode(text)
+        done.set()
+
+    started = time.monotonic()
+    thread = threading.Thread(target=encode)
+    thread.start()
+    turns = 0
+    while not done.wait(0.005):
+        turns += 1
+    thread.join()
+    assert turns > (time.monotonic() - started) / 0.005 / 10
