@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -78,15 +79,19 @@ def _require_serving(client: Client) -> None:
 def _lines(interactive: bool) -> Iterator[str]:
     """What the user says, line by line."""
     if not interactive:
-        yield from (line.strip() for line in sys.stdin)
+        yield from (console.decoded(line).strip() for line in sys.stdin.buffer)
         return
     import readline  # noqa: F401 -- gives input() editing and history
 
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # whatever the locale says
     while True:
         try:
             yield input("> ").strip()
         except KeyboardInterrupt:
             typer.echo("\n" + _HELP, err=True)
+        except UnicodeDecodeError as error:
+            typer.echo(f"jaxinfer: {console.not_utf8(error)}", err=True)
         except EOFError:
             typer.echo()
             return

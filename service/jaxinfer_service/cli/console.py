@@ -77,6 +77,20 @@ def fail(error: object) -> NoReturn:
     raise typer.Exit(1)
 
 
+def decoded(data: bytes) -> str:
+    """What was read from standard input, as text; input that is not UTF-8 ends the command."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        fail(not_utf8(error))
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Says which byte of the input is wrong."""
+    wrong = error.object[error.start]
+    return f"the input is not UTF-8: byte 0x{wrong:02x} at position {error.start}; convert it first"
+
+
 @contextlib.contextmanager
 def progress() -> Iterator[Progress]:
     """Shows what is being done: a bar on a terminal, else a log line every few seconds."""

@@ -102,7 +102,7 @@ def generate(
 
 
 def _prompt(text: str, chat: bool) -> Any:
-    text = sys.stdin.read() if text == "-" else text
+    text = console.decoded(sys.stdin.buffer.read()) if text == "-" else text
     return [{"role": "user", "content": text}] if chat else text
 
 
