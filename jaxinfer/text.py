@@ -101,9 +101,11 @@ class TextProcessor:
                         f"has {len(prompt)} messages; at most {self.limits.max_model_len} are"
                         " taken (max_model_len); leave old ones out"
                     )
-                messages = [_message(m) for m in prompt]
+                messages = [_message(i, m) for i, m in enumerate(prompt)]
                 self._check_size(sum(len(text.encode()) for m in messages for text in m.values()))
                 return self.tokenizer.apply_chat_template(messages)
+        except RequestError:
+            raise
         except ValueError as error:
             raise RequestError([Violation("prompt", str(error))]) from error
         return list(prompt)  # type: ignore[arg-type]
@@ -146,16 +148,18 @@ class TextProcessor:
         return OutputBuilder(request, start)
 
 
-def _message(message: object) -> dict[str, str]:
-    """A chat message as templates take it. Raises ValueError for anything else."""
+def _message(position: int, message: object) -> dict[str, str]:
+    """A chat message as templates take it. Raises RequestError for anything else."""
+    field = f"prompt[{position}]"
     if (
         not isinstance(message, Mapping)
         or set(message) != {"role", "content"}
         or not all(isinstance(value, str) for value in message.values())
     ):
-        raise ValueError(f"a chat message has a role and a content, both strings, not {message!r}")
+        why = f"a chat message has a role and a content, both strings, not {message!r}"
+        raise RequestError([Violation(field, why)])
     if not message["role"]:
-        raise ValueError("a chat message needs a role, such as user")
+        raise RequestError([Violation(f"{field}.role", "is empty; give one, such as user")])
     return dict(message)
 
 

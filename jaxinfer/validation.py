@@ -151,13 +151,18 @@ def _is_int(value: Any) -> bool:
 
 def check_token_ids(found: Violations, field: str, ids: Sequence[int], vocab_size: int) -> None:
     """Require every id in [0, vocab_size); reports the first that is not."""
-    for position, token in enumerate(ids):
-        if not _is_int(token) or not 0 <= token < vocab_size:
-            found.add(
-                f"{field}[{position}]",
-                f"is {token!r}; token ids of this model are from 0 to {vocab_size - 1}",
-            )
-            return
+    if (wrong := _first_wrong(ids, vocab_size)) is not None:
+        found.add(f"{field}[{wrong}]", _id_range(ids[wrong], vocab_size))
+
+
+def _first_wrong(ids: Sequence[int], vocab_size: int) -> int | None:
+    """Where the first thing is that is no token id."""
+    wrong = (i for i, t in enumerate(ids) if not (_is_int(t) and 0 <= t < vocab_size))
+    return next(wrong, None)
+
+
+def _id_range(token: Any, vocab_size: int) -> str:
+    return f"is {token!r}; token ids of this model are from 0 to {vocab_size - 1}"
 
 
 def check_prompt(found: Violations, prompt: Sequence[int], limits: EngineLimits) -> None:
@@ -237,12 +242,14 @@ def check_sampling(
 
 
 def _check_logit_bias(found: Violations, params: SamplingParams, limits: EngineLimits) -> None:
+    """Entries are named by their token ids, as a mapping's are."""
     entries = params.logit_bias
     if len(entries) > MAX_LOGIT_BIAS:
         found.add("logit_bias", f"has {len(entries)} entries; at most {MAX_LOGIT_BIAS} are taken")
         return
     ids = [token for token, _ in entries]
-    check_token_ids(found, "logit_bias", ids, limits.vocab_size)
+    if (wrong := _first_wrong(ids, limits.vocab_size)) is not None:
+        found.add(f"logit_bias[{ids[wrong]}]", _id_range(ids[wrong], limits.vocab_size))
     if len(set(ids)) < len(ids):
         found.add("logit_bias", "names a token id twice; give each id one value")
     for token, value in entries:

@@ -22,12 +22,16 @@ async def raw(client, method, data):
 
 NAN, INF = float("nan"), float("inf")
 BAD = [
-    ("", {}, "prompt"),
-    ([], {}, "prompt"),
-    ("x" * 64, {}, "prompt"),
-    ([256, 257], {}, "prompt[1]"),
-    ([-1], {}, "prompt[0]"),
-    ([2**63 - 1], {}, "prompt[0]"),
+    ("", {}, "text"),
+    ([], {}, "token_ids"),
+    ("x" * 64, {}, "text"),
+    ("x" * 1000, {}, "text"),
+    ([65] * 64, {}, "token_ids"),
+    ([{"role": "user", "content": "x" * 64}], {}, "chat"),
+    ([{"role": "user", "content": "x" * 1000}], {}, "chat"),
+    ([256, 257], {}, "token_ids.ids[1]"),
+    ([-1], {}, "token_ids.ids[0]"),
+    ([2**63 - 1], {}, "token_ids.ids[0]"),
     ("x", {"max_new_tokens": 64}, "sampling.max_new_tokens"),
     ("x", {"max_new_tokens": -1}, "sampling.max_new_tokens"),
     ("x", {"temperature": NAN}, "sampling.temperature"),
@@ -37,14 +41,38 @@ BAD = [
     ("x", {"repetition_penalty": 0}, "sampling.repetition_penalty"),
     ("x", {"stop_token_ids": [257]}, "sampling.stop_token_ids[0]"),
     ("x", {"stop_token_ids": [2**63 - 1]}, "sampling.stop_token_ids[0]"),
-    ("x", {"logit_bias": {-1: 1}}, "sampling.logit_bias[0]"),
-    ("x", {"logit_bias": {257: 1}}, "sampling.logit_bias[0]"),
+    ("x", {"logit_bias": {-1: 1}}, "sampling.logit_bias[-1]"),
+    ("x", {"logit_bias": {257: 1}}, "sampling.logit_bias[257]"),
     ("x", {"logit_bias": {5: INF}}, "sampling.logit_bias[5]"),
     ("x", {"logprobs": 21}, "sampling.logprobs"),
     ("x", {"stop": [""]}, "sampling.stop[0]"),
     ("x", {"seed": -1}, "sampling.seed"),
-    ([{"role": "", "content": "c"}], {}, "prompt"),
+    ([{"role": "", "content": "c"}], {}, "chat.messages[0].role"),
+    ([{"role": "u", "content": ""}, {"role": "", "content": "c"}], {}, "chat.messages[1].role"),
 ]
+
+
+def is_field(message, path):
+    """Whether the message has a field by this path."""
+    name, _, rest = path.partition(".")
+    field = message.fields_by_name.get(name.partition("[")[0])
+    return field is not None and (not rest or is_field(field.message_type, rest))
+
+
+@in_loop
+async def test_what_cannot_be_tokenized_is_named_too():
+    async with serving(ScriptedEngine()) as (_, client):
+        chat = [{"role": "user", "content": "x" * 1000}]
+        for prompt, field in (
+            ("x" * 10_000_000, "text"), (chat, "chat"),
+            ([{"role": "", "content": "c"}], "chat.messages[0].role"),
+        ):  # fmt: skip
+            error = await refused(client.tokenize(prompt))
+            assert error.code() is Code.INVALID_ARGUMENT
+            assert list(violations(error)) == [field] and f"{field}: " in error.details()
+            assert is_field(pb.TokenizeRequest.DESCRIPTOR, field)
+        error = await refused(client.detokenize([65, 999]))
+        assert list(violations(error)) == ["token_ids[1]"]
 
 
 @in_loop
@@ -55,7 +83,8 @@ async def test_bad_input_is_named_and_the_engine_goes_on():
             error = await refused(client.generate(prompt, **sampling))
             assert error.code() is Code.INVALID_ARGUMENT, (sampling, error)
             assert list(violations(error)) == [field], error.details()
-            assert field.removeprefix("sampling.") in error.details()
+            assert f"{field}: " in error.details()
+            assert is_field(pb.GenerateRequest.DESCRIPTOR, field), field
         assert engine.counters.received == 0
         assert (await client.generate("still here")).text == "still here"
 

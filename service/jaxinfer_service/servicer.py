@@ -85,7 +85,8 @@ class InferenceService:
         frontend = self._model(request.model).frontend
         wire.check_tokenize(request)
         special = not request.HasField("add_special_tokens") or request.add_special_tokens
-        ids = await frontend.encode(wire.prompt_of(request), special)
+        with wire.named(request):
+            ids = await frontend.encode(wire.prompt_of(request), special)
         return pb.TokenizeResponse(token_ids=ids)
 
     async def detokenize(self, request: pb.DetokenizeRequest, context: Context) -> Message:
@@ -110,7 +111,8 @@ class InferenceService:
         if timeout is not None and timeout > _FOREVER:
             timeout = None
         params = wire.params_of(request.sampling)
-        return await model.frontend.submit(wire.prompt_of(request), params, timeout)
+        with wire.named(request):
+            return await model.frontend.submit(wire.prompt_of(request), params, timeout)
 
 
 def _unary(

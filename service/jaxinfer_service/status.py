@@ -12,7 +12,6 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from jaxinfer.request import EngineStoppedError, FinishReason, QueueFullError, RequestError
 from jaxinfer.text import Finish
-from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
@@ -94,18 +93,12 @@ def _bad_request(error: RequestError) -> error_details_pb2.BadRequest:
     details = error_details_pb2.BadRequest()
     for violation in error.violations:
         entry = error_details_pb2.BadRequest.FieldViolation(
-            field=_clip(_path(violation.field), 100), description=_clip(violation.message, 500)
+            field=_clip(violation.field, 100), description=_clip(violation.message, 500)
         )
         if details.ByteSize() + entry.ByteSize() > DETAILS_BYTES - MESSAGE_BYTES:
             break
         details.field_violations.append(entry)
     return details
-
-
-def _path(field: str) -> str:
-    """A field's path within the request's message."""
-    in_sampling = field.partition("[")[0] in pb.Sampling.DESCRIPTOR.fields_by_name
-    return f"sampling.{field}" if in_sampling else field
 
 
 def _clip(text: str, limit: int) -> str:

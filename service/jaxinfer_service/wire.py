@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 
@@ -63,6 +64,28 @@ def prompt_of(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
         return [{"role": m.role, "content": m.content} for m in request.chat.messages]
     message = "has no messages; give at least one" if kind == "chat" else "is missing; set one"
     raise RequestError([Violation(kind or "prompt", message)])
+
+
+@contextlib.contextmanager
+def named(request: pb.GenerateRequest | pb.TokenizeRequest) -> Iterator[None]:
+    """Violations found within name the fields of `request` instead of the runtime's own."""
+    try:
+        yield
+    except RequestError as error:
+        kind = request.WhichOneof("prompt") or "prompt"
+        named = [Violation(_path(v.field, kind), v.message) for v in error.violations]
+        raise RequestError(named) from error
+
+
+_LISTS = {"token_ids": "token_ids.ids", "chat": "chat.messages"}
+
+
+def _path(field: str, kind: str) -> str:
+    """A field's path within the request's message: prompt[0] of a chat is chat.messages[0]."""
+    name, bracket, rest = field.partition("[")
+    if name == "prompt":
+        return (_LISTS[kind] if bracket else kind) + bracket + rest
+    return f"sampling.{field}" if name in pb.Sampling.DESCRIPTOR.fields_by_name else field
 
 
 def params_of(sampling: pb.Sampling) -> SamplingParams:
