@@ -12,6 +12,7 @@ The engine's steps run in the caller's thread, so an `LLM` is for one thread.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -104,7 +105,11 @@ class LLM:
     """One model, loaded and compiled.
 
     `model` is an Orbax folder, a Hugging Face folder, a .gguf file or "demo"; `dtype` None is as
-    stored; further keywords are fields of `EngineConfig`. Raises what `open_engine` raises.
+    stored; further keywords are fields of `EngineConfig`. They are named as the flags of the
+    command line, but for `kv_pool_bytes` (--kv-cache-memory), `kv_dtype` (--kv-cache-dtype),
+    `memory_utilization` (--gpu-memory-utilization) and `overlap` (--no-overlap).
+
+    Raises TypeError for a keyword that is none of these, and what `open_engine` raises.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class LLM:
         progress: Progress | None = None,
         **config: Any,
     ):
+        _check_options(config)
         loaded, engine = open_engine(str(model), EngineConfig(**config), dtype, progress)
         self._attach(engine, loaded.tokenizer, loaded.generation.eos_ids)
 
@@ -262,6 +268,25 @@ class _Job:
             list(self.request.prompt),
             whole.finish.error,
         )
+
+
+_FLAGS = {  # what the command line calls differently
+    "kv_cache_memory": "kv_pool_bytes",
+    "kv_cache_dtype": "kv_dtype",
+    "gpu_memory_utilization": "memory_utilization",
+    "no_overlap": "overlap",
+}
+
+
+def _check_options(given: Mapping[str, Any]) -> None:
+    """Require names of `EngineConfig`'s fields. Raises TypeError naming what was meant."""
+    known = [field.name for field in dataclasses.fields(EngineConfig)]
+    for name in given:
+        if name in known:
+            continue
+        close = [_FLAGS[name]] if name in _FLAGS else difflib.get_close_matches(name, known, 2)
+        meant = f" (did you mean {' or '.join(close)}?)" if close else ""
+        raise TypeError(f"LLM has no option {name!r}{meant}; it has: {', '.join(sorted(known))}")
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

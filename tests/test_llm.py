@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+
 import pytest
 from fake_engine import EOS, ScriptedEngine, balanced, byte_tokenizer, echo, forever, limits, says
+from jaxinfer_service.cli.serve import serve
 
 from jaxinfer import LLM, FinishReason, SamplingParams
+from jaxinfer.config import EngineConfig
+from jaxinfer.llm import _FLAGS
 from jaxinfer.request import RequestError
 
 TOKENIZER = byte_tokenizer()
@@ -103,3 +109,33 @@ def test_an_interrupt_leaves_the_engine_empty():
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b", "c"], GREEDY)
     assert not engine.has_work and engine.counters.aborted == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("kv_cache_memory", "kv_pool_bytes"),
+        ("kv_cache_dtype", "kv_dtype"),
+        ("gpu_memory_utilization", "memory_utilization"),
+        ("no_overlap", "overlap"),
+        ("max_num_seq", "max_num_seqs"),
+        ("max_model_length", "max_model_len"),
+        ("tensor_parallel", "tensor_parallel_size"),
+        ("xyzzy", None),
+    ],
+)
+def test_an_unknown_option_is_named_with_what_was_meant(name, meant):
+    with pytest.raises(TypeError) as caught:
+        LLM("/nowhere", **{"max_num_seqs": 1, name: 1})
+    message = str(caught.value)
+    assert repr(name) in message
+    assert (f"did you mean {meant}" in message) if meant else "did you mean" not in message
+    listed = message.rpartition("it has: ")[2].split(", ")
+    assert listed == sorted(field.name for field in dataclasses.fields(EngineConfig))
+
+
+def test_every_flag_of_the_command_line_is_an_option_or_leads_to_one():
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert set(_FLAGS.values()) <= fields and not set(_FLAGS) & fields
+    engine_flags = set(inspect.signature(serve).parameters) & (fields | set(_FLAGS))
+    assert {_FLAGS.get(flag, flag) for flag in engine_flags} >= fields
