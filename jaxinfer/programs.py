@@ -138,10 +138,19 @@ def compile_programs(
     progress: Progress | None = None,
     store: ProgramStore | None = None,
 ) -> Programs:
-    """Compile the whole set in threads, or load what `store` has of it."""
+    """Compile the whole set in threads, or load what `store` has of it.
+
+    `progress` hears of 0 programs done first, if there are any to compile.
+    """
     programs, done = program_set(model, shapes, state), itertools.count(1)
-    on_cpu = jax.tree.leaves(state[0])[0].sharding.device_set.pop().platform == "cpu"
+    devices = jax.tree.leaves(state[0])[0].sharding.device_set
+    on_cpu = next(iter(devices)).platform == "cpu"
     options = _CPU_OPTIONS if on_cpu else None
+
+    missing = sum(1 for p in programs if store is None or not store.has(p.name))
+    if progress and missing:
+        what = f"compiling {missing} programs, one to two minutes the first time"
+        progress(what, 0, len(programs))
 
     def build(program: Lowerable) -> Any:
         def compile_program() -> Any:

@@ -266,10 +266,17 @@ def test_padding_tokens_that_are_nan_harm_nobody():
         check(r, outputs[r.id], params)
 
 
-@pytest.mark.parametrize("page_size", [32, 64])
-def test_other_page_sizes(page_size):
-    setup = Setup(page_size=page_size, pages=1 + 6 * (MAX_MODEL_LEN // page_size))
-    requests = mixed_requests(seed=page_size, count=16)
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(page_size=32, pages=25),
+        Setup(page_size=64, pages=13),
+        Setup(attention="reference_static"),
+    ],
+    ids=["pages of 32", "pages of 64", "attention as on GPUs"],
+)
+def test_other_geometries_say_the_same(setup):
+    requests = mixed_requests(seed=setup.page_size, count=16)
     outputs = drive(engine_for(setup), requests, arrivals=3)
     for r in requests:
         check(r, outputs[r.id])
@@ -297,6 +304,18 @@ def test_narrower_dtypes_lose_precision_only(setup, error):
         for token, said, line in zip(output.tokens, output.logprobs, exact):
             squares.append((said.logprob - line[token]) ** 2)
     assert np.mean(squares) ** 0.5 < error
+
+
+def test_sharded_over_two_devices_it_says_the_same():
+    """Parameters, pools and heads are divided; nothing compiles after the start here either."""
+    setup = Setup(devices=2)
+    engine, requests = built(setup), mixed_requests(seed=21, count=24)
+    for (k, _), whole in zip(engine.runner.pools, built(SPLIT).runner.pools):
+        assert len(k.sharding.device_set) == 2
+        assert k.sharding.shard_shape(k.shape)[1] == whole[0].shape[1] // 2
+    outputs = drive(engine, requests, arrivals=3)
+    for r in requests:
+        check(r, outputs[r.id])
 
 
 def test_one_slot_and_a_chunk_of_one_token():

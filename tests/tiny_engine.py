@@ -10,8 +10,10 @@ from collections.abc import Iterable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import reference_sampler
 
+from jaxinfer import startup
 from jaxinfer.compile_watch import CompileWatch
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine import Engine
@@ -29,7 +31,6 @@ from jaxinfer.request import (
 from jaxinfer.runner import Runner
 from jaxinfer.scheduler import Scheduler
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
-from jaxinfer.startup import build_engine
 
 MAX_MODEL_LEN = 128
 VOCAB = 300  # two draw blocks, the second one partial
@@ -48,6 +49,8 @@ class Setup:
     pages: int = 64  # nearly all slots at full length
     dtype: str = "float32"
     kv_dtype: str | None = None
+    attention: str | None = None  # None: as a start chooses it
+    devices: int = 1
 
     def config(self, overlap: bool = True) -> EngineConfig:
         page_bytes = kv_groups(TINY, 1, self.page_size, self.kv_dtype or self.dtype)[0].page_bytes
@@ -55,7 +58,8 @@ class Setup:
             max_num_seqs=self.slots,
             max_num_batched_tokens=self.chunk,
             page_size=self.page_size,
-            kv_pool_bytes=self.pages * page_bytes,
+            kv_pool_bytes=self.pages * page_bytes // self.devices,
+            tensor_parallel_size=self.devices,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             overlap=overlap,
@@ -71,7 +75,10 @@ def tiny_params(dtype: str = "float32"):
 def built(setup: Setup) -> Engine:
     """The engine as a start gives it. Do not run it: `engine_for` gives engines to run."""
     model = types.SimpleNamespace(config=TINY, params=tiny_params(setup.dtype))
-    engine = build_engine(model, setup.config())
+    with pytest.MonkeyPatch.context() as patch:
+        if setup.attention:
+            patch.setattr(startup, "_attention", lambda device: setup.attention)
+        engine = startup.build_engine(model, setup.config())
     engine.compiles.close()  # others compile in this process; `drive` watches by itself
     return engine
 
