@@ -80,6 +80,9 @@ def plan_memory(
     kv_dtype = config.kv_dtype or config.dtype
     total, limit = device_memory(device)
     usable = min(int(total * config.memory_utilization), limit)
+    if device.platform == "cpu":  # others use the host too; what is loaded is taken already
+        available = psutil.virtual_memory().available + weights_bytes + slot_bytes
+        usable = min(usable, available)
     workspace = workspace_bytes(model, config, jax.numpy.dtype(config.dtype).itemsize)
     room = usable - weights_bytes - slot_bytes - workspace
     wanted = config.kv_pool_bytes

@@ -75,23 +75,16 @@ def build_engine(
     slots = empty_slots(config.max_num_seqs, (pages_for(max_model_len, config.page_size),))
     options = empty_options(config.max_num_seqs)
     history = empty_history(config.max_num_seqs, model.config.vocab_size)
-    device = jax.devices()[0]
-    memory, groups = plan_memory(
-        model.config,
-        config,
-        max_model_len,
-        _bytes(model.params) // config.tensor_parallel_size,
-        _bytes((slots, options, history)),
-        device,
-    )
-    for line in memory.lines(groups[0], max_model_len):
-        logger.info(line)
-    pool_place = None if mesh is None else pool_sharding(groups[0].layer_shape, mesh)
-    params = model.params
+    params, device = model.params, jax.devices()[0]
     if mesh is not None:
         placement = param_shardings(family_of(model.config.family).param_specs(model.config), mesh)
         params = jax.device_put(params, placement)  # moves nothing that was loaded in place
         slots, options, history = jax.device_put((slots, options, history), replicated(mesh))
+    weights, kept = _bytes_on_one(params), _bytes_on_one((slots, options, history))
+    memory, groups = plan_memory(model.config, config, max_model_len, weights, kept, device)
+    for line in memory.lines(groups[0], max_model_len):
+        logger.info(line)
+    pool_place = None if mesh is None else pool_sharding(groups[0].layer_shape, mesh)
     state = (params, empty_pools(groups, pool_place), slots, options, history)
     step_model = StepModel(model.config, groups, _attention(device), mesh)
     shapes = step_shapes(
@@ -189,5 +182,6 @@ def _limits(
     )
 
 
-def _bytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+def _bytes_on_one(tree: Any) -> int:
+    """Bytes that the arrays take on one device."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))

@@ -66,15 +66,18 @@ def test_the_allocators_own_limit_holds_whatever_is_asked(monkeypatch):
 
 
 def test_a_host_gives_a_modest_pool_of_its_own_memory(monkeypatch):
-    virtual = types.SimpleNamespace(total=64 * GIB)
+    virtual = types.SimpleNamespace(total=64 * GIB, available=60 * GIB)
     monkeypatch.setattr(memory_plan.psutil, "virtual_memory", lambda: virtual)
     memory, _ = plan(on=device("cpu", 0))
     assert memory.device_bytes == 64 * GIB
     assert CPU_POOL_BYTES - 17 * PAGE_BYTES < memory.pool_bytes <= CPU_POOL_BYTES
-    virtual.total = 8 * GIB
+    virtual.total, virtual.available = 8 * GIB, 2 * GIB
     memory, _ = plan(on=device("cpu", 0), weights=6 * GIB)
     parts = memory.weights_bytes + memory.slot_bytes + memory.workspace_bytes + memory.pool_bytes
     assert memory.pool_bytes < CPU_POOL_BYTES and parts <= int(8 * GIB * 0.9)
+    virtual.total, virtual.available = 64 * GIB, GIB  # the rest is taken by others
+    memory, _ = plan(on=device("cpu", 0))
+    assert memory.workspace_bytes + memory.pool_bytes <= GIB
 
 
 def test_a_pool_size_that_was_asked_for_is_honoured_or_refused():

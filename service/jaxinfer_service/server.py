@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import logging
 import signal
@@ -161,7 +162,7 @@ class Server:
             await self._set_health(serving=False)
         await _first(frontend.drain(self.config.drain_timeout), self._hurry.wait())
         await asyncio.to_thread(frontend.stop)
-        logger.info("stopped")
+        logger.info("stopped", extra=dataclasses.asdict(frontend.counters))
 
     async def _watch(self, frontend: Frontend) -> None:
         """Keep health true to the engine's state."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import textwrap
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -94,7 +95,7 @@ def generate(
     )
     prompts = [_prompt(text, chat) for text in prompt]
     try:
-        with console.progress() as progress:
+        with console.progress(announce=True) as progress:
             llm = _open(model, options.stored_dtype(dtype), config, progress)
         _answer(llm, model, prompts, params, as_json)
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
@@ -118,16 +119,29 @@ def _answer(
     llm: LLM, model: str, prompts: list[Any], params: SamplingParams, as_json: bool
 ) -> None:
     if as_json:
-        for completion in llm.generate(prompts, params):
+        completions = llm.generate(prompts, params)
+        for completion in completions:
             typer.echo(json.dumps({"model": model, **_fields(completion)}, ensure_ascii=False))
+        if any(completion.error for completion in completions):
+            raise typer.Exit(1)
         return
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts, 1):
+        if len(prompts) > 1:
+            typer.echo(_header(number, len(prompts), prompt))
         for delta in llm.stream(prompt, params):
             typer.echo(delta.text, nl=False)
             sys.stdout.flush()
             if delta.finish is not None and delta.finish.error:
                 raise RuntimeError(delta.finish.error)
         typer.echo()
+
+
+def _header(number: int, count: int, prompt: Any) -> str:
+    """The line above one of several answers."""
+    text = prompt if isinstance(prompt, str) else prompt[0]["content"]
+    begin = textwrap.shorten(text, 60, placeholder=" ...")
+    gap = "" if number == 1 else "\n"
+    return f"{gap}--- {number} of {count}: {begin}"
 
 
 def _fields(completion: Completion) -> dict[str, Any]:
