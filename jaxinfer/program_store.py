@@ -50,9 +50,13 @@ class ProgramStore:
             for folder in by_use[KEPT_FOLDERS:]:
                 shutil.rmtree(folder, ignore_errors=True)
 
+    def has(self, name: str) -> bool:
+        """Whether an executable of that name is stored."""
+        return self._path(name).exists()
+
     def get_or_compile(self, name: str, compile_program: Callable[[], Any]) -> Any:
         """The stored executable of that name, or a compiled one, which is stored."""
-        path = self.folder / f"{name.replace(' ', '-')}.bin"
+        path = self._path(name)
         if path.exists():
             try:
                 stored, inputs, outputs = pickle.loads(path.read_bytes())
@@ -68,6 +72,9 @@ class ProgramStore:
             with contextlib.suppress(OSError, ValueError):
                 self._write(path, pickle.dumps(serialize_executable.serialize(program)))
         return program
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name.replace(' ', '-')}.bin"
 
     def _write(self, path: Path, data: bytes) -> None:
         """Whole or not at all, also when two processes start together."""

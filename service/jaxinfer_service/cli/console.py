@@ -17,6 +17,7 @@ Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 OURS = ("jaxinfer", "jaxinfer_service")
 LOG_SECONDS = 5.0  # between progress lines in a log
+LONG = ("compiling ", "downloading ")  # progress that begins like this takes minutes
 LEVELS = ("debug", "info", "warning", "error")
 _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
@@ -92,21 +93,30 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Progress]:
-    """Shows what is being done: a bar on a terminal, else a log line every few seconds."""
+def progress(announce: bool = False) -> Iterator[Progress]:
+    """Shows what is being done: a bar on a terminal, else a log line every few seconds.
+
+    With `announce`, what is about to take minutes is said even where the log says nothing.
+    """
     if sys.stderr.isatty():
         with _bar() as report:
             yield report
     else:
-        yield _LoggedProgress()
+        yield _LoggedProgress(announce)
 
 
 class _LoggedProgress:
-    def __init__(self) -> None:
+    def __init__(self, announce: bool) -> None:
+        self._announce = announce and not logger.isEnabledFor(logging.INFO)
         self._next = time.monotonic() + LOG_SECONDS
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        if time.monotonic() >= self._next:
+        if done == 0 and what.startswith(LONG):
+            if self._announce:
+                typer.echo(f"jaxinfer: {what}", err=True)
+            else:
+                logger.info(what)
+        elif time.monotonic() >= self._next:
             logger.info("%s: %d of %d", what, done, total)
             self._next = time.monotonic() + LOG_SECONDS
 
