@@ -75,6 +75,10 @@ def test_a_host_gives_a_modest_pool_of_its_own_memory(monkeypatch):
     memory, _ = plan(on=device("cpu", 0), weights=6 * GIB)
     parts = memory.weights_bytes + memory.slot_bytes + memory.workspace_bytes + memory.pool_bytes
     assert memory.pool_bytes < CPU_POOL_BYTES and parts <= int(8 * GIB * 0.9)
+    virtual.total, virtual.available = 64 * GIB, 1 * GIB  # others use nearly all of it
+    memory, _ = plan(on=device("cpu", 0), weights=6 * GIB)
+    assert memory.usable_bytes == 7 * GIB + memory.slot_bytes
+    assert memory.pool_bytes + memory.workspace_bytes <= 1 * GIB
     virtual.total, virtual.available = 64 * GIB, GIB  # the rest is taken by others
     memory, _ = plan(on=device("cpu", 0))
     assert memory.workspace_bytes + memory.pool_bytes <= GIB
@@ -88,14 +92,23 @@ def test_a_pool_size_that_was_asked_for_is_honoured_or_refused():
 
 
 def test_a_model_that_leaves_no_room_is_refused_with_figures():
-    with pytest.raises(MemoryPlanError, match=r"max_model_len 4096 needs 0.25 GiB of KV pool"):
+    with pytest.raises(MemoryPlanError, match=r"max_model_len 4096 needs 260 MiB of KV pool"):
         plan(weights=72 * GIB - 200 * 2**20)
-    with pytest.raises(MemoryPlanError, match=r"0.00 GiB is there; lower max_model_len"):
+    with pytest.raises(MemoryPlanError, match=r"pool, 0 B is there; lower max_model_len"):
         plan(weights=90 * GIB)
     with pytest.raises(MemoryPlanError, match="max_model_len 4096"):
         plan(dataclasses.replace(CONFIG, kv_pool_bytes=64 * PAGE_BYTES))
     _, (group,) = plan(dataclasses.replace(CONFIG, kv_pool_bytes=80 * PAGE_BYTES))
     assert group.capacity >= 4096, "one full sequence always fits"
+
+
+def test_small_and_negative_sizes_are_said_in_their_own_units():
+    with pytest.raises(MemoryPlanError, match=r"of KV pool, 1 KiB is there"):
+        plan(dataclasses.replace(CONFIG, kv_pool_bytes=1 << 10))
+    with pytest.raises(MemoryPlanError, match=r"a KV pool of 3\.5 MiB does not fit.* leave -1\d"):
+        plan(dataclasses.replace(CONFIG, kv_pool_bytes=7 << 19), weights=90 * GIB)
+    said = [size_text(n) for n in (0, 1023, 1 << 10, 1536, 5 << 20, 3 << 30, -(3 << 30))]
+    assert said == ["0 B", "1023 B", "1 KiB", "1.5 KiB", "5 MiB", "3.00 GiB", "-3.00 GiB"]
 
 
 @given(
