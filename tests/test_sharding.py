@@ -98,6 +98,10 @@ def test_mesh_takes_the_first_devices_and_refuses_more_than_there_are():
         make_mesh(devices, len(devices) + 1)
     with pytest.raises(ShardingError, match="tensor_parallel_size = 0"):
         make_mesh(devices, 0)
+    with pytest.raises(ShardingError, match=r"= 2, but there is 1 device; leave it at 1$"):
+        make_mesh(devices[:1], 2)
+    with pytest.raises(ShardingError, match=r"= 3, but there are 2 devices; choose 1 to 2$"):
+        make_mesh([*devices[:1]] * 2, 3)
 
 
 EIGHT_WAYS = """

@@ -17,6 +17,7 @@ from jaxinfer.checkpoints.source import check_inventory
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of
 from jaxinfer.params import named_leaves, param_bytes
+from jaxinfer.sizes import size_text
 from jaxinfer.tokenizer import Tokenizer
 
 GIB = 1 << 30
@@ -116,16 +117,16 @@ def describe(info: CheckpointInfo, device_gib: float | None = None) -> Table:
     c = info.config
     table = Table(title=info.description, show_header=False, title_justify="left")
     heads = f"{c.num_heads} query, {c.num_kv_heads} KV, of {c.head_dim}"
-    stored = ", ".join(f"{kind} {_bytes(size)}" for kind, size in sorted(info.stored.items()))
+    stored = ", ".join(f"{kind} {size_text(size)}" for kind, size in sorted(info.stored.items()))
     rows = [
         ("family", c.family),
         ("parameters", f"{info.parameters:,}"),
         ("layers", f"{c.num_layers} of width {c.hidden_size}, MLP {c.intermediate_size}"),
         ("heads", heads),
         ("head of the vocabulary", "tied to the embedding" if c.tie_embeddings else "its own"),
-        ("stored", f"{_bytes(info.stored_bytes)}: {stored}"),
-        ("served in", f"{info.dtype}: {_bytes(info.weight_bytes(info.dtype))} of weights"),
-        ("KV per token", _bytes(info.kv_bytes_per_token(info.dtype))),
+        ("stored", f"{size_text(info.stored_bytes)}: {stored}"),
+        ("served in", f"{info.dtype}: {size_text(info.weight_bytes(info.dtype))} of weights"),
+        ("KV per token", size_text(info.kv_bytes_per_token(info.dtype))),
         ("context length", f"{c.max_position:,} tokens"),
         ("RoPE", f"theta {c.rope.theta:g}, scaling {c.rope.scaling}"),
         ("vocabulary", f"{c.vocab_size:,} embeddings, {info.tokenizer_size:,} tokens"),
@@ -143,16 +144,7 @@ def describe(info: CheckpointInfo, device_gib: float | None = None) -> Table:
 def _fit(info: CheckpointInfo, device_gib: float, dtype: str) -> str:
     memory, weights = int(device_gib * GIB), info.weight_bytes(dtype)
     if weights > memory:
-        return f"does not fit: the weights alone are {_bytes(weights)}"
+        return f"does not fit: the weights alone are {size_text(weights)}"
     tokens = info.kv_tokens_within(memory, dtype)
     full = tokens // info.config.max_position
-    return f"weights {_bytes(weights)}, then {tokens:,} tokens of KV: {full} at full length"
-
-
-def _bytes(count: float) -> str:
-    """1536 -> 1.5 KiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
+    return f"weights {size_text(weights)}, then {tokens:,} tokens of KV: {full} at full length"

@@ -32,6 +32,7 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),  # notice a server that vanished during a silent prefill
     ("grpc.keepalive_timeout_ms", 10_000),
 )
+READY_SECONDS = 600.0  # a first start fetches, converts and compiles
 _POLL_SECONDS = 0.2
 _CHECK_SECONDS = 2.0  # a server that is compiling may take its time to answer
 
@@ -113,7 +114,7 @@ class Client:
         answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
-    def wait_ready(self, timeout: float = 120.0) -> None:
+    def wait_ready(self, timeout: float = READY_SECONDS) -> None:
         """Wait until the server says SERVING. Raises TimeoutError with what it said last."""
         end = time.monotonic() + timeout
         last = "nothing"
@@ -173,7 +174,7 @@ class AsyncClient:
         answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
-    async def wait_ready(self, timeout: float = 120.0) -> None:
+    async def wait_ready(self, timeout: float = READY_SECONDS) -> None:
         """Wait until the server says SERVING. Raises TimeoutError with what it said last."""
         end = time.monotonic() + timeout
         last = "nothing"
