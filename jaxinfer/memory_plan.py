@@ -95,7 +95,8 @@ def plan_memory(
         raise MemoryPlanError(
             f"a KV pool of {size_text(wanted)} does not fit: {size_text(usable)} usable, weights "
             f"{size_text(weights_bytes)}, slot state {size_text(slot_bytes)}, workspace "
-            f"{size_text(workspace)} leave {size_text(room)}; lower the pool, max_num_seqs or max_num_batched_tokens"
+            f"{size_text(workspace)} leave {size_text(room)}; "
+            "lower the pool, max_num_seqs or max_num_batched_tokens"
         )
     on_all_devices = wanted * config.tensor_parallel_size
     pages = pages_that_fit(model, config.page_size, kv_dtype, on_all_devices)
