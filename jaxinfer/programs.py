@@ -51,16 +51,15 @@ def chunk_rungs(max_chunk: int) -> tuple[int, ...]:
 def step_shapes(
     max_num_seqs: int, max_chunk: int, page_size: int, num_groups: int
 ) -> tuple[StepShape, ...]:
-    """Every program shape: decode alone on each rung of rows, chunks beside few or all rows.
+    """Every program shape: decode alone on each rung of rows, and each chunk size beside rows.
 
-    Beside all rows only every second chunk size, from the largest down: each program costs
-    start-up time, and a step that full is long whatever its chunk.
+    From the largest chunk down, sizes alternate between all rows and few: each program costs
+    start-up time, and the next larger one serves for what is missing.
     """
-    chunks = chunk_rungs(max_chunk)
-    few, beside_few, beside_all = min(FEWEST_ROWS, max_num_seqs), chunks, chunks[::-2]
+    chunks, few = chunk_rungs(max_chunk), min(FEWEST_ROWS, max_num_seqs)
     sizes = [(rows, 0) for rows in row_rungs(max_num_seqs)]
-    sizes += [(few, chunk) for chunk in beside_few]
-    sizes += [(max_num_seqs, chunk) for chunk in beside_all if max_num_seqs > few]
+    sizes += [(max_num_seqs, chunk) for chunk in chunks[::-2]]
+    sizes += [(few, chunk) for chunk in chunks[-2::-2]]
     return tuple(StepShape(rows, chunk, page_size, num_groups) for rows, chunk in sizes)
 
 

@@ -43,7 +43,7 @@ PROGRAMS = {  # by devices: the programs compiled by default
     1: (
         "forward 64+0",
         "forward 256+0",
-        "forward 8+512",
+        "forward 8+256",
         "forward 256+2048",
         "sample greedy 264",
         "sample draw 264",
@@ -52,7 +52,7 @@ PROGRAMS = {  # by devices: the programs compiled by default
         "admit",
         "load_history",
     ),
-    8: ("forward 64+0", "forward 256+0", "forward 8+512", "forward 256+2048", "sample full 264"),
+    8: ("forward 64+0", "forward 256+0", "forward 8+256", "forward 256+2048", "sample full 264"),
 }
 SLACK = 64 << 20
 
