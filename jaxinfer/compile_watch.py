@@ -5,11 +5,7 @@ It listens to JAX's own process-wide events, so a program nobody knew of is coun
 
 from __future__ import annotations
 
-import logging
-
 import jax
-
-logger = logging.getLogger(__name__)
 
 _COMPILE_EVENTS = (
     "/jax/core/compile/jaxpr_trace_duration",
@@ -43,7 +39,5 @@ class CompileWatch:
         if not self._armed or event not in _COMPILE_EVENTS:
             return
         self.compiles_after_ready += 1
-        if self.compiles_after_ready == 1:
-            logger.warning("compiled after ready, please report it: %s %s", event, kwargs)
         if self.guard:
             raise CompiledAfterReadyError(f"{event} after ready ({kwargs})")
