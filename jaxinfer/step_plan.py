@@ -31,12 +31,21 @@ class Piece:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step's work. `deltas` are new page-table entries: (group, slot, index, page)."""
+    """One step's work. `deltas` are new page-table entries: (group, slot, index, page).
+
+    Before the step is computed, pages move: first `page_outs`, (group, page, host page), of
+    sequences that lose their pages, then `page_ins`, (group, page, host page), of those that get
+    theirs back. A sequence that is `resumed` has all its keys and values so: its slot goes on
+    decoding from its last token, at position `num_computed_tokens` as it was before this step.
+    """
 
     number: int
     decodes: list[Sequence] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
+    resumed: list[Sequence] = field(default_factory=list)  # these are among `admitted`
+    page_outs: list[tuple[int, int, int]] = field(default_factory=list)
+    page_ins: list[tuple[int, int, int]] = field(default_factory=list)
     deltas: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     @property
