@@ -29,7 +29,7 @@ HOST_ONLY = (  # the host's decisions: no array library but NumPy
     "step_plan",
     "validation",
 )
-HOMES_OF_JIT = {"jaxinfer/step.py", "jaxinfer/sampler.py"}
+HOMES_OF_JIT = {"jaxinfer/step.py", "jaxinfer/sampler.py", "jaxinfer/page_transfer.py"}
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60  # lines; of a function, those of its body
 
 
