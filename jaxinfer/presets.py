@@ -32,9 +32,9 @@ PRESETS: dict[Preset, dict[str, Any]] = {
 }
 
 
-def preset(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The values of a preset with what was `given` over them. Raises ValueError for another name."""
+def preset_values(name: str) -> dict[str, Any]:
+    """What a preset sets. Raises ValueError for a name that is none."""
     for known, values in PRESETS.items():
         if name == known:
-            return {**values, **given}
+            return dict(values)
     raise ValueError(f"preset is {name!r}; choose one of {', '.join(PRESETS)}")
