@@ -195,6 +195,10 @@ class QueueFullError(RuntimeError):
         super().__init__(message)
 
 
+class LateError(RuntimeError):
+    """A request's first token is not to be expected before its deadline."""
+
+
 class EngineStoppedError(RuntimeError):
     """The engine takes no requests: it is draining, stalled or dead. The message says which."""
 

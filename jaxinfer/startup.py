@@ -21,6 +21,7 @@ from jaxinfer.models import family_of
 from jaxinfer.page_transfer import PageTransfer
 from jaxinfer.params import ParamSpec
 from jaxinfer.paths import cache_dir
+from jaxinfer.policy import SchedulerPolicy
 from jaxinfer.program_store import ProgramStore, describe_arrays
 from jaxinfer.programs import Programs, Progress, compile_programs, program_set, step_shapes
 from jaxinfer.runner import Runner
@@ -98,7 +99,7 @@ def build_engine(
         keep_freed_memory()
     compiles = CompileWatch(guard_compiles)
     engine = Engine(
-        _scheduler(config, groups),
+        _scheduler(config, groups, host_pages),
         Runner(programs, config.max_num_seqs, state, _transfer(groups, host_pages, programs)),
         _limits(model.config, config, groups, max_model_len),
         overlap=config.overlap,
@@ -176,15 +177,27 @@ def _attention(device: jax.Device) -> Implementation:
     return "reference" if device.platform == "cpu" else "reference_static"
 
 
-def _scheduler(config: EngineConfig, groups: tuple[KVGroup, ...]) -> Scheduler:
-    return Scheduler(
-        SchedulerLimits(
-            num_slots=config.max_num_seqs,
-            chunk_tokens=config.max_num_batched_tokens,
-            page_size=config.page_size,
-            num_pages=tuple(group.num_pages for group in groups),
-        )
+def _scheduler(
+    config: EngineConfig, groups: tuple[KVGroup, ...], host_pages: tuple[int, ...]
+) -> Scheduler:
+    limits = SchedulerLimits(
+        num_slots=config.max_num_seqs,
+        chunk_tokens=config.max_num_batched_tokens,
+        page_size=config.page_size,
+        num_pages=tuple(group.num_pages for group in groups),
     )
+    target = config.tpot_target_ms
+    policy = SchedulerPolicy(
+        prefix_cache=config.prefix_cache,
+        watermark=config.kv_watermark,
+        ageing=config.priority_ageing,
+        tenant_weights=config.tenant_weights,
+        tpot_target=None if target is None else target / 1000,
+        batch_priority=config.batch_priority,
+        interactive_reserve=config.interactive_reserve,
+        host_pages=host_pages,
+    )
+    return Scheduler(limits, policy)
 
 
 def _limits(

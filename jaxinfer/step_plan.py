@@ -87,9 +87,8 @@ class StepShape:
 
     @property
     def deltas(self) -> int:
-        """Page-table entries a step can add by group: one a row, and the pages of the chunk."""
-        pages_of_chunk = math.ceil(self.chunk / self.page_size) + self.pieces
-        return self.rows + (pages_of_chunk if self.chunk else 0)
+        """Page-table entries a step can add by group: one a row. Admission enters all others."""
+        return self.rows
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every int32 input, in packing order."""

@@ -12,8 +12,17 @@ from collections import deque
 
 from jaxinfer import sampler_outcomes as outcomes
 from jaxinfer.engine import Engine
+from jaxinfer.policy import SchedulerPolicy
 from jaxinfer.programs import smallest_shape, step_shapes
-from jaxinfer.request import Abort, FinishReason, Request, SamplingParams, SequenceEvent, Submit
+from jaxinfer.request import (
+    Abort,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Scheduling,
+    SequenceEvent,
+    Submit,
+)
 from jaxinfer.runner import StepResult
 from jaxinfer.scheduler import Scheduler, SchedulerLimits
 from jaxinfer.step_plan import TILE_ROWS, StepPlan, layout, pack
@@ -59,12 +68,17 @@ class FakeRunner:
         self.pools = [
             [[(-1, POISON)] * limits.page_size for _ in range(n)] for n in limits.num_pages
         ]
+        self.host: list[dict[int, list]] = [{} for _ in limits.num_pages]
         self.outstanding: deque[StepResult] = deque()
 
     def dispatch(self, plan: StepPlan) -> StepResult:
+        self._move_pages(plan)
         for sequence in plan.admitted:
-            self.done[sequence.slot] = True
-            self.request[sequence.slot] = sequence.request
+            slot, last = sequence.slot, len(sequence.tokens) - 1
+            self.request[slot], self.done[slot] = sequence.request, sequence not in plan.resumed
+            self.token[slot], self.position[slot] = sequence.tokens[last], last
+            for table, pages in zip(self.tables, sequence.pages):
+                table[slot] = pages + [0] * (len(table[slot]) - len(pages))
         shape = smallest_shape(self.shapes, len(plan.decodes), plan.chunk_tokens)
         packed = pack(plan, shape, self.null)
         inputs = {name: packed[at].reshape(dims) for name, (at, dims) in layout(shape).items()}
@@ -81,6 +95,12 @@ class FakeRunner:
         self.outstanding.append(result)
         assert len(self.outstanding) <= 2, "more than one step is dispatched ahead"
         return result
+
+    def _move_pages(self, plan: StepPlan) -> None:
+        for group, page, host in plan.page_outs:
+            self.host[group][host] = list(self.pools[group][page])
+        for group, page, host in plan.page_ins:
+            self.pools[group][page] = self.host[group][host]
 
     def collect(self, handle: StepResult) -> StepResult:
         assert handle is self.outstanding.popleft(), "steps are read out of order"
@@ -156,9 +176,15 @@ class FakeRunner:
 class Harness:
     """An engine over a `FakeRunner`; `step`, `submit` and `cancel` check every promise."""
 
-    def __init__(self, limits: SchedulerLimits, max_model_len: int, overlap: bool):
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        max_model_len: int,
+        overlap: bool,
+        policy: SchedulerPolicy = SchedulerPolicy(),
+    ):
         self.max_model_len = max_model_len
-        scheduler = Scheduler(limits)
+        scheduler = Scheduler(limits, policy)
         self.engine = Engine(
             scheduler,
             FakeRunner(limits, max_model_len),
@@ -179,12 +205,15 @@ class Harness:
         max_new_tokens: int,
         stop_ids: tuple[int, ...] = (),
         timeout: float | None = None,
+        scheduling: Scheduling = Scheduling(),
+        group: str = "",
     ) -> str:
         request_id = f"r{len(self.requests)}"
         deadline = None if timeout is None else self.now + timeout
         request = Request(
-            request_id, tuple(prompt), GREEDY, max_new_tokens, 0, stop_ids, self.now, deadline
-        )
+            request_id, tuple(prompt), GREEDY, max_new_tokens, 0, stop_ids, self.now, deadline,
+            scheduling, group,
+        )  # fmt: skip
         assert len(prompt) + max_new_tokens <= self.max_model_len
         self.requests[request_id] = request
         self.outputs[request_id] = []
@@ -210,8 +239,9 @@ class Harness:
         assert all(sequence.request.id in self.ends for sequence in due), "a deadline was missed"
         assert self.engine.counters.preemptions >= preempted
         # Whatever ended before this call was last in the step that this call read.
-        held = [step for step, _ in self.scheduler._releases]
-        assert all(step > self.scheduler._retired for step in held), "pages are kept too long"
+        pages = self.scheduler.pages
+        held = [step for step, _ in pages._releases]
+        assert all(step > pages.retired for step in held), "pages are kept too long"
         self.check()
         return events
 
@@ -225,7 +255,8 @@ class Harness:
         self.outputs[request_id] += event.tokens
         if event.finish is not None:
             self.ends[request_id] = event.finish
-            assert bool(event.error) == (event.finish is FinishReason.ERROR)
+            told = event.finish in (FinishReason.ERROR, FinishReason.LATE)
+            assert bool(event.error) == told
 
     def check(self) -> None:
         """Nothing leaks, everything is counted, every output is right so far."""
@@ -236,7 +267,7 @@ class Harness:
         assert (
             counters.received == counters.finished + counters.aborted + counters.refused + in_work
         )
-        assert sum(by_reason.values()) == counters.finished + counters.aborted
+        assert sum(by_reason.values()) == counters.finished + counters.aborted + counters.refused
         assert counters.generated_tokens == sum(map(len, self.outputs.values()))
         assert counters.prompt_tokens == sum(len(r.prompt) for r in self.requests.values())
         assert counters.preemptions == self.scheduler.preemptions
@@ -262,7 +293,9 @@ class Harness:
     def _compare(self, request_id: str, request: Request) -> None:
         tokens, finish = expected(request)
         end, output = self.ends[request_id], self.outputs[request_id]
-        if end in (FinishReason.CANCELLED, FinishReason.DEADLINE):
+        if end is FinishReason.LATE:
+            assert output == [] and request.deadline is not None
+        elif end in (FinishReason.CANCELLED, FinishReason.DEADLINE):
             assert output == tokens[: len(output)]
             assert (end is FinishReason.CANCELLED) == (request_id in self.cancelled)
         else:
