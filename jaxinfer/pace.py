@@ -30,10 +30,26 @@ class Pace:
 
     # -- what is learned ---------------------------------------------------------------------------
 
-    def observe(self, decodes: int, chunk: int, ends: int, seconds: float) -> None:
+    def expect(self, decodes: int, chunk: int) -> float:
+        """A step was planned: what it will take counts at once, since it is read much later.
+
+        Returns the seconds expected, to be given to `observe`.
+        """
+        seconds = self._decode_time(decodes)
+        if chunk:
+            seconds += self._size(chunk) * (self._token_time or 0.0)
+        if decodes:
+            self._enter(seconds)
+        return seconds
+
+    def observe(
+        self, decodes: int, chunk: int, ends: int, seconds: float, expected: float = 0.0
+    ) -> None:
         """A step of so many decode rows and prompt tokens took this long; so many ended in it."""
         if seconds <= 0:
             return
+        if decodes and self.tpot_target is not None:
+            self._enter(self.tpot_target + seconds - expected)
         if chunk:
             extra = max(0.0, seconds - self._decode_time(decodes)) / self._size(chunk)
             self._token_time = _blend(self._token_time, extra)
@@ -42,7 +58,10 @@ class Pace:
             self._decode_times[rung] = _blend(self._decode_times.get(rung), seconds)
         fresh = 1 - math.exp(-seconds / WINDOW)
         self._end_rate += fresh * (ends / seconds - self._end_rate)
-        if self.tpot_target is not None and decodes:
+
+    def _enter(self, seconds: float) -> None:
+        """Running streams waited so long for a token."""
+        if self.tpot_target is not None:
             credit = self._credit + self.tpot_target - seconds
             self._credit = min(max(credit, -4 * self.tpot_target), self.tpot_target)
 

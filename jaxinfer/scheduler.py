@@ -44,8 +44,9 @@ class SchedulerLimits:
 class Scheduler:
     """Owns the waiting queue, the running sequences, the slots and the pages."""
 
-    def __init__(self, limits: SchedulerLimits, policy: SchedulerPolicy = SchedulerPolicy()):
-        self.limits, self.policy = limits, policy
+    def __init__(self, limits: SchedulerLimits, policy: SchedulerPolicy | None = None):
+        self.limits, self.policy = limits, policy or SchedulerPolicy()
+        policy = self.policy
         self.pages = SequencePages(limits.num_pages, limits.page_size, policy.host_pages)
         self.waiting = WaitingQueue(policy.ageing, dict(policy.tenant_weights))
         self.running: list[Sequence] = []  # most urgent first, then in order of admission
@@ -61,7 +62,7 @@ class Scheduler:
         self._step = 0
         self._chunk_was_last = False
         self._last_plan: float | None = None  # when, unless nothing was planned then
-        self._read: tuple[int, int] | None = None  # rows and chunk of the step read since
+        self._read: StepPlan | None = None  # the last step that was read since
         self._ends = 0  # sequences that ended since
 
     @property
@@ -131,7 +132,7 @@ class Scheduler:
 
     def retire(self, plan: StepPlan) -> None:
         """A step was read: pages that only it or earlier ones could write come back."""
-        self._read = len(plan.decodes), plan.chunk_tokens
+        self._read = plan
         self.pages.retire(plan.number)
 
     # -- one step --------------------------------------------------------------------------------
@@ -158,7 +159,9 @@ class Scheduler:
     def _observe(self, now: float) -> None:
         """Learn how long the step took that was read since the last one was planned."""
         if self._last_plan is not None and self._read is not None:
-            self.pace.observe(*self._read, self._ends, now - self._last_plan)
+            rows, chunk = len(self._read.decodes), self._read.chunk_tokens
+            seconds = now - self._last_plan
+            self.pace.observe(rows, chunk, self._ends, seconds, self._read.expected)
         self._last_plan, self._read, self._ends = now, None, 0
 
     def _dispatch(self, plan: StepPlan) -> None:
@@ -167,6 +170,7 @@ class Scheduler:
             sequence.num_in_flight += 1
             sequence.last_step = plan.number
         plan.page_outs, self._page_outs = self._page_outs, []
+        plan.expected = self.pace.expect(len(plan.decodes), plan.chunk_tokens)
         self.pages.step_planned()
         self._chunk_was_last = not plan.decodes
         self._step += 1

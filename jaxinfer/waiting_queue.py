@@ -140,9 +140,9 @@ class WaitingQueue:
     def rise(self, now: float) -> None:
         """Let who waited long enough rise to the level above. To be called once a step."""
         rises = 0
-        for above, number in itertools.pairwise(self._order.copy()):
+        for above, number in reversed([*itertools.pairwise(self._order)]):
             level = self._levels[number]
-            while level.size and rises < MOST_RISES and above in self._levels:
+            while level.size and rises < MOST_RISES:
                 _, entry, sequence = level.entries[0]
                 if sequence.entry == entry:
                     if now - sequence.entered < self._ageing:
