@@ -23,7 +23,7 @@ LONG = limits(max_model_len=1 << 15, kv_tokens=1 << 15)
 
 INFO = pb.ServerInfoResponse(
     version="1.2", model_names=["a", "b"], dtype="float32", max_model_len=512, chunk_tokens=64,
-    preset="mixed", prefix_cache=True, deterministic=True,
+    preset="mixed", prefix_cache=True, deterministic=True, determinism="fixed",
 )  # fmt: skip
 STEPS = [pb.StepRecord(step=i, time=8 + i, decodes=3, chunk_tokens=10 * i) for i in range(4)]
 
@@ -44,10 +44,10 @@ def update(**changes):
 
 
 def test_a_frame_shows_every_figure():
-    assert frame("here:1", INFO, update(), 2.0, 100) == [
+    assert frame("here:1", INFO, update(), 2.0, 110) == [
         "server    a, b at here:1, up 1 h 2 min",
         "          jaxinfer 1.2, float32, preset mixed, 512 tokens a sequence, chunks of 64,"
-        " deterministic",
+        " deterministic (fixed)",
         "slots     3 of 8 used",
         "          ###.....",
         "queue     5 waiting, 700 prompt tokens",

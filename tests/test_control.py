@@ -55,7 +55,7 @@ async def test_server_info_says_what_is_served_and_how():
             lambda on_events, on_stop: EngineThread(engine, on_events, on_stop),
             config,
             "mixed",
-            "fixed shapes",
+            "fixed",
         )
 
     async with serving_model(open_model) as (_, client):
@@ -66,7 +66,7 @@ async def test_server_info_says_what_is_served_and_how():
         version=version(), model_names=["one", "two"], dtype="bfloat16", tensor_parallel_size=2,
         slots=2, max_model_len=64, chunk_tokens=77, page_size=PAGE_SIZE, pages=8,
         kv_capacity_tokens=64, kv_offload_bytes=5, prefix_cache=False, deterministic=True,
-        determinism="fixed shapes", preset="mixed", tpot_target_ms=50, max_queued_requests=4,
+        determinism="fixed", preset="mixed", tpot_target_ms=50, max_queued_requests=4,
         max_queued_tokens=1000,
     )  # fmt: skip
     assert version()
