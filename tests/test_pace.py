@@ -36,9 +36,9 @@ def test_before_anything_is_known_the_smallest_chunk_shows_what_it_takes():
 def test_what_steps_leave_of_the_bound_can_be_spent_once():
     pace = learned(0.055)
     for _ in range(20):
-        pace.observe(8, 0, 0, 0.020, pace.expect(8, 0))
+        pace.observe(8, 0, 0, 0.020, pace.expect(8, 0, 8))
     assert pace.chunk_budget(8) == 128, "bound, and as much of it again"
-    pace.expect(8, 128)
+    pace.expect(8, 128, 8)
     assert pace.chunk_budget(8) == 64, "spent, though the step was not read yet"
 
 
@@ -57,11 +57,11 @@ def test_a_bound_that_decoding_breaks_still_lets_prompts_through():
 def test_step_times_are_kept_by_rows_and_follow_change():
     pace = learned()
     pace.observe(32, 0, 0, 0.060)
-    assert pace.expect(8, 0) == pytest.approx(0.020)
-    assert pace.expect(20, 0) == pytest.approx(0.060)
-    assert pace.expect(8, 100) == pytest.approx(0.020 + 128 * 0.0005), "computed as 128"
+    assert pace.expect(8, 0, 8) == pytest.approx(0.020)
+    assert pace.expect(20, 0, 20) == pytest.approx(0.060)
+    assert pace.expect(8, 100, 8) == pytest.approx(0.020 + 128 * 0.0005), "computed as 128"
     pace.observe(32, 0, 0, 0.160)
-    assert pace.expect(32, 0) == pytest.approx(0.060 + LEARNING * 0.1)
+    assert pace.expect(32, 0, 32) == pytest.approx(0.060 + LEARNING * 0.1)
 
 
 def test_the_first_token_is_expected_after_what_is_ahead():
@@ -81,3 +81,20 @@ def test_a_clock_that_stands_still_teaches_nothing():
     before = pace.chunk_budget(8)
     pace.observe(8, 64, 3, 0.0)
     assert pace.chunk_budget(8) == before
+
+
+def test_steps_of_prompts_only_take_from_the_streams_that_wait():
+    """One chunk size, 90 ms; decode steps of 20 ms; a bound of 60 ms: a chunk now and then."""
+    pace = Pace(200, 0.060, one_size=True)
+    pace.observe(8, 0, 0, 0.020, 0.020)
+    pace.observe(0, 200, 0, 0.090, 0.090)
+    steps, elapsed = 0, 0.0
+    for _ in range(60):
+        budget = pace.chunk_budget(8)
+        if budget:
+            pace.observe(0, 200, 0, 0.090, pace.expect(0, 200, 8))
+            elapsed += 0.090
+        pace.observe(8, 0, 0, 0.020, pace.expect(8, 0, 8))
+        steps, elapsed = steps + 1, elapsed + 0.020
+        pace.note_chunk(True, budget)
+    assert elapsed / steps == pytest.approx(0.060, rel=0.1)
