@@ -97,4 +97,4 @@ def test_steps_of_prompts_only_take_from_the_streams_that_wait():
         pace.observe(8, 0, 0, 0.020, pace.expect(8, 0, 8))
         steps, elapsed = steps + 1, elapsed + 0.020
         pace.note_chunk(True, budget)
-    assert elapsed / steps == pytest.approx(0.060, rel=0.1)
+    assert 0.045 <= elapsed / steps <= 0.060, "within the bound, and most of it used"
