@@ -29,7 +29,6 @@ from jaxinfer.programs import (
     Progress,
     compile_programs,
     program_set,
-    sampler_variants,
     step_shapes,
 )
 from jaxinfer.runner import Runner
@@ -170,10 +169,9 @@ def _builder(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if mesh else None),
         state,
     )
-    variants, offload = sampler_variants(config.deterministic), config.kv_offload_bytes > 0
 
     def build(shapes: tuple[StepShape, ...]) -> None:
-        wanted = program_set(step_model, shapes, structs, variants, offload)
+        wanted = program_set(step_model, shapes, structs, config.kv_offload_bytes > 0)
         compile_programs(wanted, runner.programs, progress, store)
         if jax.default_backend() == "cpu":
             keep_freed_memory()
