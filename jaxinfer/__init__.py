@@ -11,15 +11,16 @@ from jaxinfer.platform import prepare
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM, Completion
-    from jaxinfer.request import FinishReason, SamplingParams
+    from jaxinfer.request import FinishReason, SamplingParams, Scheduling
 
-__all__ = ["LLM", "Completion", "FinishReason", "SamplingParams"]
+__all__ = ["LLM", "Completion", "FinishReason", "SamplingParams", "Scheduling"]
 
 _HOME = {
     "LLM": "jaxinfer.llm",
     "Completion": "jaxinfer.llm",
     "FinishReason": "jaxinfer.request",
     "SamplingParams": "jaxinfer.request",
+    "Scheduling": "jaxinfer.request",
 }
 
 prepare()  # before anything can import JAX

@@ -86,6 +86,17 @@ class EngineConfig:
         overlap: dispatch a step before the previous one was read.
         tensor_parallel_size: devices one model replica is sharded over.
         max_queued_requests / max_queued_tokens: bounds of the waiting queue.
+        prefix_cache: keep full pages of ended sequences for requests that begin alike.
+        kv_watermark: fraction of the KV pool that admission leaves free for running sequences.
+        kv_offload_bytes: host memory for the pages of preempted sequences; 0: recompute them.
+        priority_ageing: seconds after which a waiting request rises to the next more urgent
+            priority in the queue.
+        tenant_weights: (tenant, share) pairs; who is not named has share 1.
+        tpot_target_ms: bound on the time between a running stream's tokens, by which the chunk of
+            prompt tokens in a step is chosen; None: as large as max_num_batched_tokens.
+        batch_priority: priorities from this on are the batch class.
+        interactive_reserve: fraction of slots and pages that the batch class may not take.
+        deterministic: a request's logprobs have the same bits whatever runs beside it.
 
     Raises ValueError for a value nothing could be served with.
     """
@@ -102,6 +113,15 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 22
+    prefix_cache: bool = True
+    kv_watermark: float = 0.01
+    kv_offload_bytes: int = 0
+    priority_ageing: float = 30.0
+    tenant_weights: tuple[tuple[str, float], ...] = ()
+    tpot_target_ms: float | None = None
+    batch_priority: int = 1
+    interactive_reserve: float = 0.0
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -118,6 +138,18 @@ class EngineConfig:
             raise ValueError(
                 f"memory_utilization is {self.memory_utilization}; it must be above 0, at most 1"
             )
+        for name in ("kv_watermark", "interactive_reserve"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be from 0 to below 1")
+        for name in ("priority_ageing", "tpot_target_ms"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}; it must be above 0")
+        if self.kv_offload_bytes < 0:
+            raise ValueError(f"kv_offload_bytes is {self.kv_offload_bytes}; it cannot be negative")
+        for tenant, weight in self.tenant_weights:
+            if not 0 < weight < float("inf"):
+                raise ValueError(f"tenant_weights of {tenant!r} is {weight}; it must be above 0")
         for name, value in (("dtype", self.dtype), ("kv_dtype", self.kv_dtype or self.dtype)):
             if value not in DTYPES:
                 raise ValueError(f"{name} is {value!r}; choose one of {', '.join(DTYPES)}")

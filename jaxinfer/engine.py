@@ -28,14 +28,15 @@ from typing import Any
 
 from jaxinfer import sampler_outcomes as outcomes
 from jaxinfer.compile_watch import CompileWatch
+from jaxinfer.load import KEPT_LATENCIES, Load, Percentiles, StepRecord
 from jaxinfer.memory_plan import MemoryPlan
 from jaxinfer.request import (
     Abort,
     Command,
     Counters,
     FinishReason,
+    LateError,
     SequenceEvent,
-    Submit,
     TokenLogprobs,
 )
 from jaxinfer.runner import StepResult, StepRunner
@@ -78,6 +79,8 @@ class Engine:
         self.counters = Counters()
         self._in_flight: deque[tuple[StepPlan, Any]] = deque()
         self._pending: list[SequenceEvent] = []  # ends decided between steps
+        self._ttft: deque[float] = deque(maxlen=KEPT_LATENCIES)
+        self._tpot: deque[float] = deque(maxlen=KEPT_LATENCIES)
 
     @property
     def has_work(self) -> bool:
@@ -90,19 +93,26 @@ class Engine:
 
     def execute(self, command: Command, now: float) -> None:
         """Take one command. Raises ValueError for a request id already in use."""
-        if isinstance(command, Submit):
-            self.scheduler.add(command.request)
-            self.counters.received += 1
-            self.counters.prompt_tokens += len(command.request.prompt)
-        else:
+        if isinstance(command, Abort):
             self._abort(command, now)
+            return
+        request = command.request
+        try:
+            self.scheduler.add(request)
+        except LateError as error:
+            self.counters.refused += 1
+            self._count_end(FinishReason.LATE)
+            late = SequenceEvent(request.id, finish=FinishReason.LATE, error=str(error), time=now)
+            self._pending.append(late)
+        self.counters.received += 1
+        self.counters.prompt_tokens += len(request.prompt)
 
     def step(self, now: float) -> list[SequenceEvent]:
         """Dispatch the next step, read the previous one, return what it brought."""
-        for sequence in self.scheduler.expired(now):
+        for sequence in self.scheduler.deadlines.expired(now):
             self._end(sequence, FinishReason.DEADLINE, now)
         plan = self.scheduler.plan(now)
-        self.counters.preemptions = self.scheduler.preemptions
+        self._count_decisions()
         if plan is not None:
             self._in_flight.append((plan, self.runner.dispatch(plan)))
             self._announce(plan, now)
@@ -112,7 +122,7 @@ class Engine:
             plan_read, handle = self._in_flight[0]
             result = self.runner.collect(handle)
             events += self._read(plan_read, result, self._clock() if self._clock else now)
-            self.scheduler.retire(plan_read.number)
+            self.scheduler.retire(plan_read)
             self._in_flight.popleft()  # last: until its pages are back there is work
         events += self._pending  # what reading brought to an end
         self._pending = []
@@ -136,16 +146,29 @@ class Engine:
                 self._end(sequence, FinishReason.ERROR, now, "the model's logits are not finite")
                 continue
             token = tokens[row]
-            sequence.tokens.append(token)
+            self.scheduler.append(sequence, token)
+            if sequence.replay:
+                self._check_replay(sequence, token, now)
+                continue
             self.counters.generated_tokens += 1
+            if sequence.first_token is None:
+                sequence.first_token = now
+                self._ttft.append(now - sequence.request.arrival)
             top = sequence.request.params.logprobs
             logprobs = () if top is None else (result.row_logprobs(row, top),)
             finish = None
             if outcome != outcomes.RUNNING:
                 finish = self._finish_reason(sequence, token, outcome)
-                self._retire(sequence, finish)
+                self._retire(sequence, finish, now)
             events.append(self._event(sequence, (token,), logprobs, finish, now))
         return events
+
+    def _check_replay(self, sequence: Sequence, token: int, now: float) -> None:
+        """A preempted sequence computes again what its reader has already."""
+        before = sequence.replay.pop()
+        if token != before:
+            why = f"token {len(sequence.tokens) - 1} is {token} after a preemption, was {before}"
+            self._end(sequence, FinishReason.ERROR, now, f"not deterministic: {why}")
 
     def _finish_reason(self, sequence: Sequence, token: int, outcome: int) -> FinishReason:
         if outcome == outcomes.AT_LIMIT:
@@ -161,9 +184,12 @@ class Engine:
         finish: FinishReason | None,
         now: float,
     ) -> SequenceEvent:
-        first = None if sequence.reported else sequence.first_scheduled
+        request_id = sequence.request.id
+        if sequence.reported:
+            return SequenceEvent(request_id, tokens, logprobs, finish, "", now)
         sequence.reported = True
-        return SequenceEvent(sequence.request.id, tokens, logprobs, finish, "", now, first)
+        first, cached = sequence.first_scheduled, sequence.cached_tokens
+        return SequenceEvent(request_id, tokens, logprobs, finish, "", now, first, cached)
 
     def _abort(self, command: Abort, now: float) -> None:
         sequence = self.scheduler.by_id.get(command.request_id)
@@ -175,13 +201,52 @@ class Engine:
         """End a sequence from the host's side; the event goes out with the next step's."""
         event = self._event(sequence, (), (), reason, now)
         self._pending.append(event._replace(error=error))
-        self._retire(sequence, reason)
+        self._retire(sequence, reason, now)
 
-    def _retire(self, sequence: Sequence, reason: FinishReason) -> None:
-        self.scheduler.finish(sequence)
+    def _retire(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        self.scheduler.finish(sequence, failed=reason is FinishReason.ERROR)
         if reason in _FINISHED:
             self.counters.finished += 1
         else:
             self.counters.aborted += 1
+        self._count_end(reason)
+        later_tokens = len(sequence.tokens) - sequence.prompt_len - 1
+        if sequence.first_token is not None and later_tokens > 0:
+            self._tpot.append((now - sequence.first_token) / later_tokens)
+
+    # -- what can be seen from outside, from any thread ------------------------------------------
+
+    @property
+    def records(self) -> deque[StepRecord]:
+        """One a step, newest last."""
+        return self.scheduler.records
+
+    def page_states(self) -> list[bytes]:
+        """By KV group, one byte a page: 0 free, 1 used, 2 cached."""
+        return [allocator.states() for allocator in self.scheduler.allocators]
+
+    def load(self) -> Load:
+        """What the engine is doing now."""
+        scheduler = self.scheduler
+        return Load(
+            slots=self.limits.max_num_seqs,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            waiting_tokens=scheduler.waiting.tokens,
+            pages=scheduler.pages.count(),
+            page_size=scheduler.limits.page_size,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            ttft=Percentiles.of(list(self._ttft)),
+            tpot=Percentiles.of(list(self._tpot)),
+        )
+
+    def _count_end(self, reason: FinishReason) -> None:
         by_reason = self.counters.by_reason
         by_reason[reason.value] = by_reason.get(reason.value, 0) + 1
+
+    def _count_decisions(self) -> None:
+        counters, scheduler = self.counters, self.scheduler
+        counters.preemptions, counters.thrashes = scheduler.preemptions, scheduler.thrash.count
+        counters.prefix_queries = scheduler.prefix_queries
+        counters.prefix_hits = scheduler.prefix_hits

@@ -1,13 +1,14 @@
 """The asyncio front of the engine: prompts in, streams of deltas out.
 
 The story of a request:
-1. `Frontend.submit` encodes the prompt, validates the request and sends it to the engine's thread.
+1. `Frontend.submit` encodes the prompt, validates the request and sends it to the engine's thread:
+   one request for each sample of the prompt.
 2. The engine's thread calls back once a step with the events of all requests; one hop takes them
    to the event loop.
 3. There each event is decoded and searched for stop strings by the request's `OutputBuilder`. What
-   is certain waits in its `Stream`; when the reader is slow, it is joined to what waits already. So
-   a reader slows nobody else, and a stream never holds more than the request's own output.
-4. The reader leaves, at the end or earlier: leaving early ends the request in the engine.
+   is certain waits in the ask's `Stream`; when the reader is slow, it is joined to what waits
+   already. So a reader slows nobody else, and a stream never holds more than the ask's own output.
+4. The reader leaves, at the end or earlier: leaving early ends its requests in the engine.
 
 Everything here runs on one event loop; only `_on_events` and `_on_stop` are called from another
 thread.
@@ -22,9 +23,9 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
+from jaxinfer.load import Load, StepRecord
 from jaxinfer.request import (
     Abort,
     Command,
@@ -35,10 +36,12 @@ from jaxinfer.request import (
     Request,
     RequestError,
     SamplingParams,
+    Scheduling,
     SequenceEvent,
     Submit,
 )
-from jaxinfer.text import Delta, Finish, OutputBuilder, Prompt, TextProcessor, Timing
+from jaxinfer.stream import Sample, Stream
+from jaxinfer.text import Delta, Finish, Prompt, TextProcessor, Timing
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +51,18 @@ OnEvents = Callable[[list[SequenceEvent]], None]
 OnStop = Callable[[str], None]
 
 
-class _Counting(Protocol):
+class EngineView(Protocol):
+    """What may be asked of an engine from any thread."""
+
     @property
     def counters(self) -> Counters: ...
+
+    @property
+    def records(self) -> Sequence[StepRecord]: ...  # of its last steps, the newest last
+
+    def load(self) -> Load: ...
+
+    def page_states(self) -> list[bytes]: ...  # by KV group, a byte a page: free, used, cached
 
 
 class EngineLink(Protocol):
@@ -69,83 +81,13 @@ class EngineLink(Protocol):
     def has_work(self) -> bool: ...
 
     @property
-    def engine(self) -> _Counting: ...
+    def engine(self) -> EngineView: ...
 
     def start(self) -> None: ...
 
     def stop(self, reason: str) -> None: ...
 
     def send(self, command: Command) -> None: ...
-
-
-class Stream:
-    """The output of one request: iterate over its deltas within `async with`.
-
-    The last delta has `finish`. Raises EngineStoppedError when the engine gave up instead. Leaving
-    the context before the end ends the request.
-    """
-
-    def __init__(self, frontend: Frontend, request: Request, output: OutputBuilder):
-        self.request = request
-        self._frontend = frontend
-        self._output = output
-        self._pending: Delta | None = None
-        self._error: EngineStoppedError | None = None
-        self._over = False
-        self._wake = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._frontend._leave(self)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Delta:
-        if self._over:
-            raise StopAsyncIteration
-        await self._wake.wait()
-        if self._pending is None:
-            self._over = True
-            assert self._error is not None
-            raise self._error
-        delta, self._pending = self._pending, None
-        self._over = delta.finish is not None
-        if self._error is None:
-            self._wake.clear()
-        return delta
-
-    async def collect(self) -> Delta:
-        """The whole output as one delta."""
-        whole = Delta()
-        async for delta in self:
-            whole.extend(delta)
-        return whole
-
-    # -- for the front ---------------------------------------------------------------------------
-
-    @property
-    def started(self) -> bool:
-        return self._output.started
-
-    def _take(self, delta: Delta) -> None:
-        if self._pending is None:
-            self._pending = delta
-        else:
-            self._pending.extend(delta)
-        self._wake.set()
-
-    def _fail(self, error: EngineStoppedError) -> None:
-        self._error = error
-        self._wake.set()
 
 
 class Frontend:
@@ -163,11 +105,13 @@ class Frontend:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.text = text
+        self.started_at = clock()
         self._engine = connect(self._on_events, self._on_stop)
         self._stall_limit = stall_limit
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._streams: dict[str, Stream] = {}
+        self._samples: dict[str, Sample] = {}  # those that have not ended, by their ids
+        self._streams: dict[str, Stream] = {}  # and what they are part of
         self._ids = itertools.count(1)
         self._closed = ""  # why nothing is accepted any more
         self._busy_since = clock()
@@ -179,9 +123,13 @@ class Frontend:
     # -- requests --------------------------------------------------------------------------------
 
     async def submit(
-        self, prompt: Prompt, params: SamplingParams, timeout: float | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        timeout: float | None = None,
+        scheduling: Scheduling | None = None,
     ) -> Stream:
-        """Start a request that must end within `timeout` seconds.
+        """Start `params.n` samples of a prompt, which must end within `timeout` seconds.
 
         Raises RequestError, QueueFullError or EngineStoppedError; then nothing was started.
         """
@@ -189,11 +137,13 @@ class Frontend:
         try:
             self._require_open()
             prompt_ids = await self.encode(prompt)
-            request = self.text.request(prompt_ids, params, f"r{next(self._ids)}", now, timeout)
-            return self._start(request)
-        except (RequestError, QueueFullError, EngineStoppedError):
+            self._require_open()
+            request_id = f"r{next(self._ids)}"
+            requests = self.text.requests(prompt_ids, params, request_id, now, timeout, scheduling)
+        except (RequestError, EngineStoppedError):
             self._refused += 1
             raise
+        return self._start(requests)
 
     async def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. Long ones are encoded in a thread. Raises RequestError."""
@@ -207,49 +157,77 @@ class Frontend:
             return self.text.decode(ids, skip_special_tokens)
         return await asyncio.to_thread(self.text.decode, ids, skip_special_tokens)
 
-    def _start(self, request: Request) -> Stream:
-        self._require_open()
-        stream = Stream(self, request, self.text.output(request))
+    def _start(self, requests: list[Request]) -> Stream:
+        outputs = [self.text.output(request, index) for index, request in enumerate(requests)]
+        stream = Stream(outputs, self._leave)
         if not self._streams:
             self._busy_since = self._clock()
-        self._streams[request.id] = stream
+        self._streams[stream.id] = stream
+        self._samples |= {sample.request.id: sample for sample in stream.samples}
         self._empty.clear()
+        unsent = list(stream.samples)
         try:
-            self._engine.send(Submit(request))
-        except (QueueFullError, EngineStoppedError):
-            self._forget(stream)
+            while unsent:
+                self._engine.send(Submit(unsent[0].request))
+                unsent.pop(0)
+        except (QueueFullError, EngineStoppedError):  # all of them or none
+            self._refused += len(unsent)
+            for sample in unsent:
+                self._forget(sample)
+            self._leave(stream)
             raise
-        if request.deadline is not None:
-            delay = max(0.0, request.deadline - self._clock())
-            stream._timer = self._loop.call_later(delay, self._expire, stream)
+        deadline = requests[0].deadline
+        if deadline is not None:
+            delay = max(0.0, deadline - self._clock())
+            stream.timer = self._loop.call_later(delay, self._end, stream, FinishReason.DEADLINE)
         return stream
 
     def _require_open(self) -> None:
         if reason := self.unavailable():
             raise EngineStoppedError(reason)
 
+    def abort(self, request_id: str) -> bool:
+        """End what was asked under this id, which may be that of any of its samples.
+
+        Its reader gets the end CANCELLED. Returns whether there was such an ask.
+        """
+        sample = self._samples.get(request_id)
+        stream = sample.stream if sample else self._streams.get(request_id)
+        if stream is None:
+            return False
+        self._end(stream, FinishReason.CANCELLED)
+        return True
+
     def _leave(self, stream: Stream) -> None:
-        """The reader left. Tell the engine unless the output was complete."""
-        if stream.request.id in self._streams:
-            self._abort(stream, FinishReason.CANCELLED)
+        """The reader left. Tell the engine of what was not complete."""
+        for sample in self._unended(stream):
+            self._abort(sample, FinishReason.CANCELLED)
 
-    def _expire(self, stream: Stream) -> None:
-        """The deadline passed, whatever the engine is doing."""
-        if stream.request.id in self._streams:
-            self._abort(stream, FinishReason.DEADLINE)
-            end = SequenceEvent(stream.request.id, finish=FinishReason.DEADLINE, time=self._clock())
-            stream._take(stream._output.push(end))
+    def _end(self, stream: Stream, reason: FinishReason) -> None:
+        """End what has not ended yet for a reason from outside, whatever the engine is doing."""
+        for sample in self._unended(stream):
+            self._abort(sample, reason)
+            end = SequenceEvent(sample.request.id, finish=reason, time=self._clock())
+            stream.take(sample.output.push(end))
 
-    def _abort(self, stream: Stream, reason: FinishReason) -> None:
-        self._forget(stream)
+    def _unended(self, stream: Stream) -> list[Sample]:
+        return [sample for sample in stream.samples if sample.request.id in self._samples]
+
+    def _abort(self, sample: Sample, reason: FinishReason) -> None:
+        self._forget(sample)
         with contextlib.suppress(EngineStoppedError):  # a stopped one holds nothing any more
-            self._engine.send(Abort(stream.request.id, reason))
+            self._engine.send(Abort(sample.request.id, reason))
 
-    def _forget(self, stream: Stream) -> None:
-        """No more events are for this stream."""
-        if stream._timer is not None:
-            stream._timer.cancel()
-        del self._streams[stream.request.id]
+    def _forget(self, sample: Sample) -> None:
+        """No more events are for this sample."""
+        del self._samples[sample.request.id]
+        stream = sample.stream
+        stream.unended -= 1
+        if stream.unended:
+            return
+        if stream.timer is not None:
+            stream.timer.cancel()
+        del self._streams[stream.id]
         if not self._streams:
             self._empty.set()
 
@@ -267,29 +245,40 @@ class Frontend:
 
     def _deliver(self, events: list[SequenceEvent]) -> None:
         for event in events:
-            stream = self._streams.get(event.request_id)
-            if stream is None:
+            sample = self._samples.get(event.request_id)
+            if sample is None:
                 self._dropped_tokens += len(event.tokens)
                 continue
-            delta = _push(stream, event)
+            delta = _push(sample, event)
             self._dropped_tokens += len(event.tokens) - len(delta.token_ids)
             if delta.finish is None:
                 if delta.token_ids:
-                    stream._take(delta)
+                    sample.stream.take(delta)
                 continue
             if event.finish is None:  # the engine knows nothing of it: a stop string, or a fault
-                self._abort(stream, delta.finish.reason)
+                self._abort(sample, delta.finish.reason)
             else:
-                self._forget(stream)
-            stream._take(delta)
+                self._forget(sample)
+            sample.stream.take(delta)
 
     # -- health ----------------------------------------------------------------------------------
 
     @property
-    def counters(self) -> Counters:
-        """Requests and tokens since start, with those that were refused before the engine.
+    def engine(self) -> EngineView:
+        """For looking at what the engine does."""
+        return self._engine.engine
 
-        Tokens that came after a request's end are not counted as generated.
+    @property
+    def uptime(self) -> float:
+        """Seconds since it was made."""
+        return self._clock() - self.started_at
+
+    @property
+    def counters(self) -> Counters:
+        """Samples and tokens since start, with what was refused before the engine.
+
+        An ask whose samples were never made counts as one. Tokens that came after a sample's end
+        are not counted as generated.
         """
         engine = self._engine.engine.counters
         return dataclasses.replace(
@@ -323,8 +312,8 @@ class Frontend:
 
     def _fail_all(self, streams: list[Stream], reason: str) -> None:
         for stream in streams:
-            self._abort(stream, FinishReason.CANCELLED)
-            stream._fail(EngineStoppedError(reason))
+            self._leave(stream)
+            stream.fail(EngineStoppedError(reason))
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -351,16 +340,18 @@ class Frontend:
         self._engine.stop(self._closed or "the engine was stopped")
 
 
-def _push(stream: Stream, event: SequenceEvent) -> Delta:
-    """What an event adds to an output. A fault there ends its request, and nobody else's."""
+def _push(sample: Sample, event: SequenceEvent) -> Delta:
+    """What an event adds to an output. A fault there ends its sample, and nobody else's."""
     try:
-        return stream._output.push(event)
+        return sample.output.push(event)
     except Exception as error:
-        logger.exception("request %s failed", stream.request.id)
+        logger.exception("request %s failed", event.request_id)
         failure = f"the output cannot be decoded: {type(error).__name__}: {error}"
-        elapsed = event.time - stream.request.arrival
+        elapsed = event.time - sample.request.arrival
         return Delta(
-            finish=Finish(FinishReason.ERROR, error=failure), timing=Timing(None, None, elapsed)
+            sample.output.index,
+            finish=Finish(FinishReason.ERROR, error=failure),
+            timing=Timing(None, None, elapsed),
         )
 
 

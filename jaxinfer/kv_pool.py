@@ -72,6 +72,11 @@ def pages_that_fit(model: ModelConfig, page_size: int, dtype: str, pool_bytes: i
     return pages // 16 * 16 if pages > 64 else pages
 
 
+def host_pages_for(groups: tuple[KVGroup, ...], host_bytes: int) -> tuple[int, ...]:
+    """Pages of each group that `host_bytes` of host memory hold: as many of one as of another."""
+    return (host_bytes // sum(group.page_bytes for group in groups),) * len(groups)
+
+
 def pages_for(tokens: int, page_size: int) -> int:
     """Pages that hold `tokens` tokens."""
     return math.ceil(tokens / page_size)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.presets import preset_values
 from jaxinfer.request import (
     Abort,
     Counters,
@@ -27,6 +28,7 @@ from jaxinfer.request import (
     Request,
     RequestError,
     SamplingParams,
+    Scheduling,
     SequenceEvent,
     Submit,
     TokenLogprobs,
@@ -61,7 +63,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The output for one prompt.
+    """The output for one prompt: of its only sample, or of the first and `more` with it.
 
     Attributes:
         text: the output as text, as what follows the prompt.
@@ -70,7 +72,9 @@ class Completion:
         logprobs: one entry an output token, if asked for.
         timing: seconds from submission to the engine.
         prompt_token_ids: the prompt as the model saw it.
+        cached_tokens: how many of those the prefix cache had.
         error: what failed when the finish reason is ERROR.
+        more: the further samples where `SamplingParams.n` is above 1.
     """
 
     text: str
@@ -80,7 +84,14 @@ class Completion:
     logprobs: list[TokenLogprobs]
     timing: Timing
     prompt_token_ids: list[int]
+    cached_tokens: int = 0
     error: str = ""
+    more: tuple[Completion, ...] = ()
+
+    @property
+    def samples(self) -> tuple[Completion, ...]:
+        """All samples of the prompt, this one first."""
+        return (self, *self.more)
 
 
 def open_engine(
@@ -105,9 +116,11 @@ class LLM:
     """One model, loaded and compiled.
 
     `model` is an Orbax folder, a Hugging Face folder, a .gguf file or "demo"; `dtype` None is as
-    stored; further keywords are fields of `EngineConfig`. They are named as the flags of the
-    command line, but for `kv_pool_bytes` (--kv-cache-memory), `kv_dtype` (--kv-cache-dtype),
-    `memory_utilization` (--gpu-memory-utilization) and `overlap` (--no-overlap).
+    stored; `preset` is "online", "batch" or "mixed", see `presets.py`; further keywords are fields
+    of `EngineConfig` and win over the preset. They are named as the flags of the command line, but
+    for `kv_pool_bytes` (--kv-cache-memory), `kv_dtype` (--kv-cache-dtype), `kv_offload_bytes`
+    (--kv-offload-gib), `memory_utilization` (--gpu-memory-utilization), `overlap` (--no-overlap)
+    and `tenant_weights` (--tenant-weight).
 
     Raises TypeError for a keyword that is none of these, and what `open_engine` raises.
     """
@@ -117,10 +130,13 @@ class LLM:
         model: str,
         *,
         dtype: str | None = None,
+        preset: str | None = None,
         progress: Progress | None = None,
         **config: Any,
     ):
         _check_options(config)
+        if preset is not None:
+            config = {**preset_values(preset), **config}
         loaded, engine = open_engine(str(model), EngineConfig(**config), dtype, progress)
         self._attach(engine, loaded.tokenizer, loaded.generation.eos_ids)
 
@@ -142,41 +158,65 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        scheduling: Scheduling | Sequence[Scheduling] | None = None,
     ) -> list[Completion]:
-        """One completion for each prompt, in their order.
+        """One completion for each prompt, in their order; the further samples are in its `more`.
 
-        A prompt is a text, token ids, or chat messages; `params` is for all of them or one each.
-        Raises RequestError, before anything runs, if one of them cannot be honoured.
+        A prompt is a text, token ids, or chat messages; `params` and `scheduling` are for all of
+        them or one each. Raises RequestError, before anything runs, if one of them cannot be
+        honoured.
         """
         several = _several(prompts)
-        requests = self._requests(several, _params_of(several, params))
-        jobs = self._run(requests)
-        return [job.completion() for job in jobs]
+        asks = self._requests(
+            several,
+            _each(several, params, SamplingParams(), "params"),
+            _each(several, scheduling, Scheduling(), "scheduling"),
+        )
+        jobs = iter(self._run([request for ask in asks for request in ask]))
+        return [_completion([job for _, job in zip(ask, jobs)]) for ask in asks]
 
     def chat(
         self,
         messages: Chat | Sequence[Chat],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        scheduling: Scheduling | Sequence[Scheduling] | None = None,
     ) -> list[Completion]:
         """As `generate`, for one conversation or several."""
-        return self.generate(cast("Prompt | Sequence[Prompt]", messages), params)
+        return self.generate(cast("Prompt | Sequence[Prompt]", messages), params, scheduling)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
-        """The completion of one prompt as it is made. Leaving it early ends the request."""
-        (request,) = self._requests([prompt], [params or SamplingParams()])
-        return self._stream(request)
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        scheduling: Scheduling | None = None,
+    ) -> Iterator[Delta]:
+        """The completion of one prompt as it is made. Leaving it early ends the request.
+
+        Deltas of several samples come mixed, each with its sample's `index`; the last one of each
+        sample has `finish`.
+        """
+        (ask,) = self._requests(
+            [prompt], [params or SamplingParams()], [scheduling or Scheduling()]
+        )
+        return self._stream(ask)
 
     # -- how -------------------------------------------------------------------------------------
 
     def _requests(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
-    ) -> list[Request]:
-        """Validated requests. Raises RequestError naming the prompt by its position."""
-        requests: list[Request] = []
-        for position, (prompt, each) in enumerate(zip(prompts, params)):
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        scheduling: Sequence[Scheduling],
+    ) -> list[list[Request]]:
+        """Validated requests, those of its samples for each prompt.
+
+        Raises RequestError naming the prompt by its position.
+        """
+        asks: list[list[Request]] = []
+        for position, (prompt, chosen, whose) in enumerate(zip(prompts, params, scheduling)):
             try:
-                ids = self._text.encode(prompt)
-                requests.append(self._text.request(ids, each, f"r{next(self._ids)}", 0.0))
+                ids, request_id = self._text.encode(prompt), f"r{next(self._ids)}"
+                asks.append(self._text.requests(ids, chosen, request_id, 0.0, scheduling=whose))
             except RequestError as error:
                 if len(prompts) == 1:
                     raise
@@ -185,7 +225,7 @@ class LLM:
                     for v in error.violations
                 ]
                 raise RequestError(named) from error
-        return requests
+        return asks
 
     def _run(self, requests: list[Request]) -> list[_Job]:
         """Run requests to their ends, a bounded number of them in the engine at a time."""
@@ -201,20 +241,23 @@ class LLM:
         finally:
             self._abandon(jobs)
 
-    def _stream(self, request: Request) -> Iterator[Delta]:
-        job = self._submit(request)
+    def _stream(self, ask: list[Request]) -> Iterator[Delta]:
+        jobs: list[_Job] = []
         try:
-            while not job.output.finished:
+            for index, request in enumerate(ask):
+                jobs.append(self._submit(request, index))
+            while left := [job for job in jobs if not job.output.finished]:
                 self._step()
-                if job.delta.token_ids or job.output.finished:
-                    yield job.take()
+                for job in left:
+                    if job.delta.token_ids or job.output.finished:
+                        yield job.take()
         finally:
-            self._abandon([job])
+            self._abandon(jobs)
 
-    def _submit(self, request: Request) -> _Job:
+    def _submit(self, request: Request, index: int = 0) -> _Job:
         now = time.monotonic()
         request = dataclasses.replace(request, arrival=now)
-        job = _Job(request, self._text.output(request))
+        job = _Job(request, self._text.output(request, index), Delta(index))
         self.engine.execute(Submit(request), now)
         self._jobs[request.id] = job
         return job
@@ -249,10 +292,10 @@ class _Job:
 
     request: Request
     output: OutputBuilder
-    delta: Delta = dataclasses.field(default_factory=Delta)
+    delta: Delta
 
     def take(self) -> Delta:
-        delta, self.delta = self.delta, Delta()
+        delta, self.delta = self.delta, Delta(self.delta.index)
         return delta
 
     def completion(self) -> Completion:
@@ -266,15 +309,24 @@ class _Job:
             whole.logprobs,
             whole.timing,
             list(self.request.prompt),
+            whole.cached_tokens,
             whole.finish.error,
         )
+
+
+def _completion(jobs: Sequence[_Job]) -> Completion:
+    """What the samples of one prompt brought."""
+    first, *more = [job.completion() for job in jobs]
+    return dataclasses.replace(first, more=tuple(more)) if more else first
 
 
 _FLAGS = {  # what the command line calls differently
     "kv_cache_memory": "kv_pool_bytes",
     "kv_cache_dtype": "kv_dtype",
     "gpu_memory_utilization": "memory_utilization",
+    "kv_offload_gib": "kv_offload_bytes",
     "no_overlap": "overlap",
+    "tenant_weight": "tenant_weights",
 }
 
 
@@ -299,11 +351,13 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     return cast("Sequence[Prompt]", prompts)
 
 
-def _params_of(
-    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise ValueError(f"{len(params)} params for {len(prompts)} prompts; give one, or one each")
-    return params
+def _each[T](
+    prompts: Sequence[Prompt], given: T | Sequence[T] | None, default: T, name: str
+) -> Sequence[T]:
+    """One for each prompt. Raises ValueError for a list of another length."""
+    if given is None or isinstance(given, type(default)):
+        return [default if given is None else given] * len(prompts)
+    several = cast("Sequence[T]", given)
+    if len(several) != len(prompts):
+        raise ValueError(f"{len(several)} {name} for {len(prompts)} prompts; give one, or one each")
+    return several

@@ -8,7 +8,8 @@ import jax
 import psutil
 
 from jaxinfer.config import EngineConfig, ModelConfig
-from jaxinfer.kv_pool import KVGroup, kv_groups, pages_for, pages_that_fit
+from jaxinfer.kv_pool import KVGroup, host_pages_for, kv_groups, pages_for, pages_that_fit
+from jaxinfer.page_transfer import BATCH, MOST_BATCHES
 from jaxinfer.platform import allocator_fraction
 from jaxinfer.sizes import size_text
 from jaxinfer.step_plan import MAX_PIECES
@@ -23,7 +24,11 @@ class MemoryPlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on one device. `workspace` bounds the largest program's temporaries and logits."""
+    """Bytes on one device. `workspace` bounds the largest program's temporaries and logits.
+
+    With offloading, `transfer` bounds the pages on their way, and `host` is the host's memory that
+    holds pages of preempted sequences.
+    """
 
     device_bytes: int
     usable_bytes: int
@@ -31,10 +36,16 @@ class MemoryPlan:
     slot_bytes: int
     workspace_bytes: int
     pool_bytes: int
+    transfer_bytes: int = 0
+    host_bytes: int = 0
 
     def lines(self, group: KVGroup, max_model_len: int) -> list[str]:
         """The start-up report: what takes the memory and what the pool holds."""
         at_full = group.capacity / max_model_len
+        offload = [
+            f"offloading: {size_text(self.host_bytes)} of host memory for pages, "
+            f"{size_text(self.transfer_bytes)} for those on their way"
+        ]
         return [
             f"memory: {size_text(self.device_bytes)} on the device, "
             f"{size_text(self.usable_bytes)} usable",
@@ -43,6 +54,7 @@ class MemoryPlan:
             f"workspace {size_text(self.workspace_bytes)}",
             f"KV pool: {group.num_pages - 1} pages of {group.page_size} tokens = "
             f"{group.capacity} tokens, {at_full:.1f} sequences at the full {max_model_len} tokens",
+            *(offload if self.host_bytes else []),
         ]
 
 
@@ -87,7 +99,11 @@ def plan_memory(
         available = psutil.virtual_memory().available + weights_bytes + slot_bytes
         usable = min(usable, available)
     workspace = workspace_bytes(model, config, jax.numpy.dtype(config.dtype).itemsize)
-    room = usable - weights_bytes - slot_bytes - workspace
+    host, batch = _offload_bytes(model, config, kv_dtype)
+    workspace, transfer = max(workspace, 2 * batch), 2 * MOST_BATCHES * batch
+    if device.platform == "cpu":
+        usable -= host
+    room = usable - weights_bytes - slot_bytes - workspace - transfer
     wanted = config.kv_pool_bytes
     if wanted is None:
         wanted = min(room, CPU_POOL_BYTES) if device.platform == "cpu" else room
@@ -95,7 +111,7 @@ def plan_memory(
         raise MemoryPlanError(
             f"a KV pool of {size_text(wanted)} does not fit: {size_text(usable)} usable, weights "
             f"{size_text(weights_bytes)}, slot state {size_text(slot_bytes)}, workspace "
-            f"{size_text(workspace)} leave {size_text(room)}; "
+            f"{size_text(workspace + transfer)} leave {size_text(room)}; "
             "lower the pool, max_num_seqs or max_num_batched_tokens"
         )
     on_all_devices = wanted * config.tensor_parallel_size
@@ -112,4 +128,26 @@ def plan_memory(
     pages = min(pages, (needed - 1) * config.max_num_seqs + 1)
     groups = kv_groups(model, pages, config.page_size, kv_dtype)
     pool = sum(g.num_pages * g.page_bytes for g in groups) // config.tensor_parallel_size
-    return MemoryPlan(total, usable, weights_bytes, slot_bytes, workspace, pool), groups
+    plan = MemoryPlan(total, usable, weights_bytes, slot_bytes, workspace, pool, transfer, host)
+    return plan, groups
+
+
+def _offload_bytes(model: ModelConfig, config: EngineConfig, kv_dtype: str) -> tuple[int, int]:
+    """Bytes of host memory for whole pages, and of one batch of pages on one device; (0, 0): off.
+
+    Raises MemoryPlanError when the host has not as much, or it is less than one page.
+    """
+    asked = config.kv_offload_bytes
+    if not asked:
+        return 0, 0
+    groups = kv_groups(model, 1, config.page_size, kv_dtype)
+    host = host_pages_for(groups, asked)[0] * sum(group.page_bytes for group in groups)
+    available = psutil.virtual_memory().available
+    if not 0 < host <= available:
+        raise MemoryPlanError(
+            f"kv_offload_bytes is {size_text(asked)}; it must hold one page of "
+            f"{size_text(sum(group.page_bytes for group in groups))} at least and fit into the "
+            f"{size_text(available)} of host memory that are free"
+        )
+    largest = max(group.page_bytes for group in groups) // config.tensor_parallel_size
+    return host, BATCH * largest

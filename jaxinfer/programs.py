@@ -13,10 +13,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.kv_pool import Pools
+from jaxinfer.page_transfer import BATCH, batch_struct, pools_of, read_pages, write_pages
 from jaxinfer.program_store import ProgramStore
 from jaxinfer.sampler import VARIANTS, SampleRows, Variant, sample
 from jaxinfer.sharding import replicated
-from jaxinfer.slot_state import HISTORY_CHUNK, OPTIONS_SIZE, History, Options, Slots
+from jaxinfer.slot_state import HISTORY_CHUNK, History, Options, Slots, admission_size
 from jaxinfer.step import StepModel, admit, forward, load_history
 from jaxinfer.step_plan import MAX_PIECES, StepShape
 
@@ -71,12 +73,20 @@ def smallest_shape(shapes: tuple[StepShape, ...], rows: int, chunk: int) -> Step
     return min(fitting, key=lambda s: (s.chunk, s.rows))
 
 
+Key = (
+    StepShape
+    | tuple[int, Variant]
+    | tuple[Literal["read_pages", "write_pages"], int]
+    | Literal["admit", "load_history"]
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Lowerable:
     """One program of the set: its name, its place in `Programs`, and how to trace it."""
 
     name: str
-    key: StepShape | tuple[int, Variant] | Literal["admit", "load_history"]
+    key: Key
     lower: Callable[[], Any]
 
 
@@ -86,16 +96,42 @@ class Programs:
 
     forward: dict[StepShape, Any] = field(default_factory=dict)
     sample: dict[tuple[int, Variant], Any] = field(default_factory=dict)
+    read_pages: dict[int, Any] = field(default_factory=dict)  # by KV group, with offloading only
+    write_pages: dict[int, Any] = field(default_factory=dict)
     admit: Any = None
     load_history: Any = None
     temp_bytes: int = 0
-    logits_bytes: int = 0
+    count: int = 0
+
+    def enter(self, key: Key, executable: Any) -> None:
+        """Put a member of the set where it belongs and account for its memory."""
+        match key:
+            case StepShape():
+                self.forward[key] = executable
+            case ("read_pages", group):
+                self.read_pages[group] = executable
+            case ("write_pages", group):
+                self.write_pages[group] = executable
+            case (int() as rows, variant):
+                self.sample[rows, variant] = executable
+            case "admit" | "load_history":
+                setattr(self, key, executable)
+        analysis = executable.memory_analysis()
+        if analysis is not None:
+            self.temp_bytes = max(self.temp_bytes, analysis.temp_size_in_bytes)
+        self.count += 1
+
+    def logits_bytes(self, vocab_size: int) -> int:
+        """The largest logits that go from one program to the next."""
+        return max(rows for rows, _ in self.sample) * vocab_size * 4
 
 
 def program_set(
     model: StepModel,
     shapes: tuple[StepShape, ...],
     state: tuple[Any, Any, Slots, Options, History],
+    variants: tuple[Variant, ...] = VARIANTS,
+    offload: bool = False,
 ) -> list[Lowerable]:
     """The closed set for `state` = (params, pools, slots, options, history), arrays or structs."""
     params, pools, slots, options, history = state
@@ -117,35 +153,45 @@ def program_set(
         return sample.lower(logits, sampled, slots, options, seen, variant=variant)
 
     rows = sorted({shape.sample_rows for shape in shapes})
-    admission, upload = ints(MAX_PIECES, OPTIONS_SIZE), ints(2 + HISTORY_CHUNK)
+    widths = tuple(table.shape[1] for table in slots.page_tables)
+    admission, upload = ints(MAX_PIECES, admission_size(widths)), ints(2 + HISTORY_CHUNK)
     return [
         *(Lowerable(f"forward {s.rows}+{s.chunk}", s, partial(step, s)) for s in shapes),
         *(
             Lowerable(f"sample {variant} {r}", (r, variant), partial(choice, r, variant))
             for r in rows
-            for variant in VARIANTS
+            for variant in variants
         ),
         Lowerable("admit", "admit", lambda: admit.lower(slots, options, admission)),
         Lowerable("load_history", "load_history", lambda: load_history.lower(history, upload)),
+        *(_transfers(model, pools, ints(BATCH)) if offload else []),
     ]
 
 
+def _transfers(model: StepModel, pools: Pools, pages: Any) -> list[Lowerable]:
+    """The programs that move pages out of the pools and back."""
+    transfers = []
+    for i, group in enumerate(model.groups):
+        args, data = (pools_of(pools, group), pages), batch_struct(group, model.mesh)
+        read = partial(read_pages.lower, *args, mesh=model.mesh)
+        write = partial(write_pages.lower, *args, data, mesh=model.mesh)
+        transfers.append(Lowerable(f"read_pages {i}", ("read_pages", i), read))
+        transfers.append(Lowerable(f"write_pages {i}", ("write_pages", i), write))
+    return transfers
+
+
 def compile_programs(
-    model: StepModel,
-    shapes: tuple[StepShape, ...],
-    state: tuple[Any, Any, Slots, Options, History],
+    programs: list[Lowerable],
+    table: Programs,
     progress: Progress | None = None,
     store: ProgramStore | None = None,
-) -> Programs:
-    """Compile the whole set in threads, or load what `store` has of it.
+) -> None:
+    """Compile programs into the table, in threads, or load what `store` has of them.
 
     `progress` hears of 0 programs done first, if there are any to compile.
     """
-    programs, done = program_set(model, shapes, state), itertools.count(1)
-    devices = jax.tree.leaves(state[0])[0].sharding.device_set
-    on_cpu = next(iter(devices)).platform == "cpu"
-    options = _CPU_OPTIONS if on_cpu else None
-
+    done = itertools.count(1)
+    options = _CPU_OPTIONS if jax.default_backend() == "cpu" else None
     missing = sum(1 for p in programs if store is None or not store.has(p.name))
     if progress and missing:
         what = f"compiling {missing} programs, one to two minutes the first time"
@@ -163,22 +209,5 @@ def compile_programs(
         return executable
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        compiled = list(zip((p.key for p in programs), pool.map(build, programs)))
-    table = Programs()
-    for key, executable in compiled:
-        if isinstance(key, StepShape):
-            table.forward[key] = executable
-        elif isinstance(key, tuple):
-            table.sample[key] = executable
-        else:
-            setattr(table, key, executable)
-    _account(table, model.config.vocab_size)
-    return table
-
-
-def _account(table: Programs, vocab: int) -> None:
-    """Peak temporary memory over all programs, from XLA's own analysis, and the largest logits."""
-    everything = [*table.forward.values(), *table.sample.values(), table.admit, table.load_history]
-    analyses = [program.memory_analysis() for program in everything]
-    table.temp_bytes = max(a.temp_size_in_bytes for a in analyses if a is not None)
-    table.logits_bytes = max(rows for rows, _ in table.sample) * vocab * 4
+        for program, executable in zip(programs, pool.map(build, programs)):
+            table.enter(program.key, executable)

@@ -14,6 +14,9 @@ MAX_STOP_IDS = 64  # stop ids a slot can hold on the device, the model's own EOS
 MAX_LOGIT_BIAS = 512  # logit_bias entries a slot can hold on the device
 MAX_LOGPROBS = 20  # top-N logprobs a request may ask for
 MAX_SEED = 2**63 - 1
+MAX_SAMPLES = 64  # samples of one prompt that a request may ask for
+MAX_PRIORITY = 1000  # priorities are from -MAX_PRIORITY to MAX_PRIORITY
+MAX_NAME = 256  # characters of a tenant's name or a cache salt
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class SamplingParams:
         logprobs: None: off; 0: of the chosen token; N: also of the N most likely. They are
             log-softmax of the model's own logits, before any option here changes them.
         skip_special_tokens: leave special tokens out of the text.
+        n: samples of the prompt; each is a sequence of its own, and they share the prompt's pages.
+            Sample i draws with seed + i.
     """
 
     temperature: float = 1.0
@@ -55,6 +60,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    n: int = 1
 
     @property
     def draws(self) -> bool:
@@ -72,11 +78,28 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Scheduling:
+    """Whose request it is and how urgent.
+
+    Attributes:
+        priority: lower runs first.
+        tenant: who is charged; tenants of one priority share the engine fairly. Cached prefixes
+            are shared within a tenant only.
+        cache_salt: cached prefixes are shared only with requests of the same salt.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
-    """One client's ask, complete and validated: ids < vocab, lengths feasible, seed chosen.
+    """One sample of a client's ask, complete and validated: lengths feasible, seed chosen.
 
     `stop_ids` are the ids that end this request (EOS ids unless ignored, plus its own).
-    `arrival` and `deadline` are seconds on the engine's clock (`time.monotonic`).
+    `arrival` and `deadline` are seconds on the engine's clock (`time.monotonic`). Samples of one
+    prompt have the same `group`, which is "" for a sample that is alone.
     """
 
     id: str
@@ -87,6 +110,8 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     arrival: float = 0.0
     deadline: float | None = None
+    scheduling: Scheduling = Scheduling()
+    group: str = ""
 
 
 class FinishReason(enum.Enum):
@@ -98,6 +123,7 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
+    LATE = "late"  # refused on arrival: its first token is not expected before its deadline
     ERROR = "error"
 
 
@@ -113,7 +139,8 @@ class SequenceEvent(NamedTuple):
     """What one step brought for one request: new tokens, and the end if it came.
 
     A stop id that ends the request is the last of `tokens`. `time` is the engine clock when the
-    step was read; `first_scheduled` is set on the first event (queueing ends there).
+    step was read; `first_scheduled` is set on the first event (queueing ends there), and so is
+    `cached_tokens`: how many of the prompt's tokens the prefix cache had.
     """
 
     request_id: str
@@ -123,6 +150,7 @@ class SequenceEvent(NamedTuple):
     error: str = ""
     time: float = 0.0
     first_scheduled: float | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +195,10 @@ class QueueFullError(RuntimeError):
         super().__init__(message)
 
 
+class LateError(RuntimeError):
+    """A request's first token is not to be expected before its deadline."""
+
+
 class EngineStoppedError(RuntimeError):
     """The engine takes no requests: it is draining, stalled or dead. The message says which."""
 
@@ -182,4 +214,7 @@ class Counters:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    thrashes: int = 0  # preemptions of sequences that had hardly gone on since the one before
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hits: int = 0  # those found
     by_reason: dict[str, int] = field(default_factory=dict)

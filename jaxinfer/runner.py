@@ -6,15 +6,17 @@ The engine keeps one step in flight, so the device never waits for Python.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from jaxinfer.page_transfer import PageTransfer
 from jaxinfer.programs import Programs, smallest_shape
 from jaxinfer.request import SamplingParams, TokenLogprobs
 from jaxinfer.sampler import VARIANTS, Variant
-from jaxinfer.slot_state import pack_history, pack_options
+from jaxinfer.slot_state import pack_admissions, pack_history
 from jaxinfer.step_plan import MAX_PIECES, StepPlan, StepShape, pack
 
 
@@ -47,6 +49,7 @@ class StepRunner(Protocol):
 class Dispatched:
     """A step on its way: where its result will be."""
 
+    number: int
     decodes: int
     pieces: int
     shape: StepShape
@@ -55,21 +58,30 @@ class Dispatched:
 
 
 class Runner:
-    """Runs plans on one model replica. Not thread-safe: one engine owns it."""
+    """Runs plans on one model replica. Not thread-safe: one engine owns it.
+
+    `transfer` moves pages to host memory and back; without one, plans must not ask for it.
+    """
 
     def __init__(
         self,
         programs: Programs,
         num_slots: int,
         state: tuple[Any, Any, Any, Any, Any],
+        transfer: PageTransfer | None = None,
     ):
         self.programs = programs
+        self.transfer = transfer
         self.shapes = tuple(programs.forward)
         self.null_slot = num_slots
         self.params, self.pools, self.slots, self.options, self.history = state
+        self._table_widths = tuple(table.shape[1] for table in self.slots.page_tables)
 
     def dispatch(self, plan: StepPlan) -> Dispatched:
         """Send one step to the device."""
+        if plan.page_outs or plan.page_ins:
+            assert self.transfer is not None, "pages move, but host memory for them was not planned"
+            self.pools = self.transfer.dispatch(self.pools, plan)
         self._admit(plan)
         shape = smallest_shape(self.shapes, len(plan.decodes), plan.chunk_tokens)
         packed = pack(plan, shape, self.null_slot)
@@ -84,11 +96,13 @@ class Runner:
         if history is not None:
             self.history = history
         out.copy_to_host_async()
-        return Dispatched(len(plan.decodes), len(plan.pieces), shape, variant, out)
+        return Dispatched(plan.number, len(plan.decodes), len(plan.pieces), shape, variant, out)
 
     def collect(self, handle: Dispatched) -> StepResult:
         """Wait for a step and read its result."""
         out = np.asarray(handle.out)
+        if self.transfer is not None:
+            self.transfer.land(handle.number)
         if handle.pieces:
             first = handle.shape.rows
             out = np.concatenate([out[: handle.decodes], out[first : first + handle.pieces]])
@@ -98,11 +112,12 @@ class Runner:
         return StepResult(out[:, 0].tolist(), out[:, 1].tolist(), logprobs)
 
     def _admit(self, plan: StepPlan) -> None:
-        """Upload the options of newly admitted sequences, and the history penalties need."""
-        if not plan.admitted:
-            return
-        packed = pack_options(plan.admitted, MAX_PIECES, self.null_slot)
-        self.slots, self.options = self.programs.admit(self.slots, self.options, packed)
+        """Upload options and pages of admitted sequences, and the history penalties need."""
+        for admitted in itertools.batched(plan.admitted, MAX_PIECES):
+            packed = pack_admissions(
+                list(admitted), plan.resumed, MAX_PIECES, self.null_slot, self._table_widths
+            )
+            self.slots, self.options = self.programs.admit(self.slots, self.options, packed)
         for sequence in plan.admitted:
             if sequence.request.params.penalised:
                 for upload in pack_history(sequence):

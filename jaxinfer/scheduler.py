@@ -2,23 +2,33 @@
 
 There is no prefill mode and decode mode. Every step takes all sequences that can decode one more
 token, then fills what is left of the chunk budget with prompt tokens: of sequences already
-admitted, in order of admission, and of waiting ones while slots and pages last. When a decoding
-sequence needs a page and none is free, the latest admitted one is preempted: its pages go back and
-it waits in front of the queue to be recomputed. Steps are planned before the previous one was
-read, so tokens in flight are counted, not known, and pages come back only once the last step that
-may write them was read.
+admitted and of waiting ones while slots and pages last, the most urgent first. When a decoding
+sequence needs a page and none is available, the least urgent, latest admitted one is preempted: it
+gives up its pages and waits in front of its peers, to be recomputed or to get its pages back from
+host memory. The same happens when somebody more urgent finds no room. Steps are planned before the
+previous one was read, so tokens in flight are counted, not known.
+
+Where programs do not agree to the last bit (determinism "fixed"), prompts and outputs are computed
+by different steps always, and a preempted sequence is computed again from its prompt.
 """
 
 from __future__ import annotations
 
-import heapq
+import bisect
 from collections import deque
 from dataclasses import dataclass
 
+from jaxinfer.deadlines import Deadlines
+from jaxinfer.load import KEPT_RECORDS, StepRecord
+from jaxinfer.pace import Pace
 from jaxinfer.page_allocator import PageAllocator
-from jaxinfer.request import Request
+from jaxinfer.policy import SchedulerPolicy, ThrashGuard
+from jaxinfer.prefix_cache import namespace_key
+from jaxinfer.request import LateError, Request
 from jaxinfer.sequence import NO_SLOT, Sequence
+from jaxinfer.sequence_pages import PageMove, SequencePages
 from jaxinfer.step_plan import MAX_PIECES, Piece, StepPlan
+from jaxinfer.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,143 +42,285 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """Owns the waiting queue, the running sequences, the slots and the page allocators."""
+    """Owns the waiting queue, the running sequences, the slots and the pages."""
 
-    def __init__(self, limits: SchedulerLimits):
-        self.limits = limits
-        self.allocators = [PageAllocator(n) for n in limits.num_pages]
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of admission
+    def __init__(self, limits: SchedulerLimits, policy: SchedulerPolicy | None = None):
+        self.limits, self.policy = limits, policy or SchedulerPolicy()
+        policy = self.policy
+        self.pages = SequencePages(limits.num_pages, limits.page_size, policy.host_pages)
+        self.waiting = WaitingQueue(policy.ageing, dict(policy.tenant_weights))
+        self.running: list[Sequence] = []  # most urgent first, then in order of admission
         self.by_id: dict[str, Sequence] = {}
-        self.preemptions = 0
+        self.deadlines = Deadlines(self.by_id)
+        self.pace = Pace(limits.chunk_tokens, policy.tpot_target)
+        self.thrash = ThrashGuard(limits.page_size)
+        self.records: deque[StepRecord] = deque(maxlen=KEPT_RECORDS)
+        self.preemptions = self.prefix_queries = self.prefix_hits = 0
         self._free_slots = list(range(limits.num_slots - 1, -1, -1))
-        self._deadlines: list[tuple[float, str]] = []
-        self._releases: list[tuple[int, list[list[int]]]] = []  # last step, pages
+        self._page_outs: list[PageMove] = []  # to go out with the next step
+        self._arrivals = self._admissions = 0
         self._step = 0
-        self._retired = -1  # the last step that was read
+        self._chunk_was_last = False
+        self._last_plan: float | None = None  # when, unless nothing was planned then
+        self._read: StepPlan | None = None  # the last step that was read since
+        self._ends = 0  # sequences that ended since
+
+    @property
+    def allocators(self) -> list[PageAllocator]:
+        return self.pages.allocators
 
     # -- requests come and go ------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises ValueError if its id is in use."""
+    def add(self, request: Request) -> Sequence:
+        """Queue a request.
+
+        Raises ValueError if its id is in use, LateError if its first token is not to be expected
+        before its deadline; then it is not queued.
+        """
         if request.id in self.by_id:
             raise ValueError(f"request id {request.id!r} is already in use")
-        sequence = Sequence(request, tokens=list(request.prompt))
-        self.by_id[request.id] = sequence
-        self.waiting.append(sequence)
+        scheduling = request.scheduling
+        sequence = Sequence(request, tokens=list(request.prompt), level=scheduling.priority)
+        sequence.order = self._arrivals = self._arrivals + 1
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.id))
-            if len(self._deadlines) > 2 * len(self.by_id) + 64:
-                self._forget_ended_deadlines()
+            self._check_deadline(sequence, request.deadline)
+        if self.policy.prefix_cache:
+            sequence.root = namespace_key(scheduling.tenant, scheduling.cache_salt)
+        elif request.group:  # samples of one prompt share its pages anyway
+            sequence.root = namespace_key(scheduling.tenant, scheduling.cache_salt, request.group)
+        self.by_id[request.id] = sequence
+        if request.deadline is not None:
+            self.deadlines.add(request.id, request.deadline)
+        self.waiting.push(sequence, request.arrival)
+        return sequence
 
-    def expired(self, now: float) -> list[Sequence]:
-        """Sequences whose deadline has passed, each named once."""
-        late: dict[str, Sequence] = {}
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id = heapq.heappop(self._deadlines)
-            sequence = self.by_id.get(request_id)
-            # An id may be in use again, by a request with another deadline or none.
-            deadline = None if sequence is None else sequence.request.deadline
-            if sequence is not None and deadline is not None and deadline <= now:
-                late[request_id] = sequence
-        return list(late.values())
+    def _check_deadline(self, sequence: Sequence, deadline: float) -> None:
+        level, arrival = sequence.level, sequence.request.arrival
+        ahead = self.waiting.tokens_ahead(level) + sequence.prompt_len
+        ahead += sum(s.prefill_target - s.num_computed_tokens for s in self.running)
+        ends = self.waiting.more_urgent(level + 1) + 1 - len(self._free_slots)
+        if self.running and self.running[-1].level > level:
+            ends = 0  # it takes the slot of somebody less urgent
+        expected = self.pace.first_token_in(ahead, max(0, ends))
+        if arrival + expected > deadline:
+            raise LateError(
+                f"the first token is expected in {expected:.2f} s, past the deadline in "
+                f"{deadline - arrival:.2f} s; give more time or retry when the load is lower"
+            )
 
-    def _forget_ended_deadlines(self) -> None:
-        """Entries of ended requests stay until their deadline; far ones must not pile up."""
-        known = ((id_, sequence.request.deadline) for id_, sequence in self.by_id.items())
-        self._deadlines = sorted((late, id_) for id_, late in known if late is not None)
+    def append(self, sequence: Sequence, token: int) -> None:
+        """A step's result was read: one more output token. The pages it fills can be shared."""
+        sequence.tokens.append(token)
+        # The row may have ended with this token, and a step after it computes nothing.
+        known = min(len(sequence.tokens) - 1, sequence.num_computed_tokens)
+        if known >= (sequence.num_published + 1) * self.limits.page_size:
+            self._publish(sequence, known)
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: Sequence, failed: bool = False) -> None:
         """End a sequence. Its slot is free now, its pages once no step can write them."""
         sequence.finished = True
         del self.by_id[sequence.request.id]
+        self._ends += 1
         if sequence.slot == NO_SLOT:
             self.waiting.remove(sequence)
-        else:
-            self.running.remove(sequence)
-            self._vacate(sequence)
+            self.pages.forget_host(sequence)
+            return
+        if failed:
+            self.pages.withdraw(sequence)
+        self.running.remove(sequence)
+        self._vacate(sequence)
 
-    def retire(self, step: int) -> None:
-        """Step number `step` was read: pages that only it or earlier ones could write come back."""
-        self._retired = step
-        for last_step, pages in self._releases:
-            if last_step <= step:
-                self._give_back(pages)
-        self._releases = [release for release in self._releases if release[0] > step]
+    def retire(self, plan: StepPlan) -> None:
+        """A step was read: pages that only it or earlier ones could write come back."""
+        self._read = plan
+        self.pages.retire(plan.number)
 
     # -- one step --------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when nothing can be computed now."""
+        self._observe(now)
+        self.waiting.rise(now)
         plan = StepPlan(self._step)
-        self._plan_decodes(plan)
-        self._plan_chunk(plan, now)
+        preempted = self.preemptions
+        self._make_room(now)
+        if not (self.policy.separate_phases and self._plan_chunk_alone(plan, now)):
+            self._plan_decodes(plan, now)
+            self._resume(plan, now)
+            if not self.policy.separate_phases:
+                self._plan_chunk(plan, now, self.pace.chunk_budget(len(plan.decodes)))
         if not plan.decodes and not plan.pieces:
+            self._last_plan = None
             return None
+        self._dispatch(plan)
+        self._record(plan, now, self.preemptions - preempted)
+        return plan
+
+    def _observe(self, now: float) -> None:
+        """Learn how long the step took that was read since the last one was planned."""
+        if self._last_plan is not None and self._read is not None:
+            rows, chunk = len(self._read.decodes), self._read.chunk_tokens
+            seconds = now - self._last_plan
+            self.pace.observe(rows, chunk, self._ends, seconds, self._read.expected)
+        self._last_plan, self._read, self._ends = now, None, 0
+
+    def _dispatch(self, plan: StepPlan) -> None:
         for sequence in plan.decodes:
             sequence.num_computed_tokens += 1
             sequence.num_in_flight += 1
             sequence.last_step = plan.number
+        plan.page_outs, self._page_outs = self._page_outs, []
+        plan.expected = self.pace.expect(len(plan.decodes), plan.chunk_tokens)
+        self.pages.step_planned()
+        self._chunk_was_last = not plan.decodes
         self._step += 1
-        return plan
 
-    def _plan_decodes(self, plan: StepPlan) -> None:
+    def _record(self, plan: StepPlan, now: float, preempted: int) -> None:
+        self.thrash.step()
+        self.records.append(
+            StepRecord(
+                plan.number, now, len(self.running), len(self.waiting), len(plan.decodes),
+                plan.chunk_tokens, len(plan.admitted), preempted, *self.pages.count(),
+            )
+        )  # fmt: skip
+
+    def _make_room(self, now: float) -> None:
+        """Preempt less urgent sequences for waiting ones that lack a slot or pages."""
+        head = self.waiting.head()
+        if head is None or not self.running or self.running[-1].level <= head.level:
+            return
+        while self.running and self.running[-1].level > head.level:
+            urgent = self.waiting.more_urgent(self.running[-1].level)
+            if len(self._free_slots) >= min(urgent, MAX_PIECES):
+                break
+            self._preempt(self.running[-1], now)
+        found = self.pages.lookup(head)
+        short = self.pages.lacking(self._pages_for(head), found, 0.0)
+        victims = [s for s in self.running if s.level > head.level]
+        if short <= 0 or self.pages.releases_pending:
+            return
+        if sum(map(self.pages.releasable, victims)) < short:
+            return  # it would not help: they keep what they have
+        while short > 0:
+            short -= self.pages.releasable(self.running[-1])
+            self._preempt(self.running[-1], now)
+
+    def _plan_decodes(self, plan: StepPlan, now: float) -> None:
+        """All that can decode, most urgent first: only those not yet planned may lose pages."""
         page_size = self.limits.page_size
         for sequence in list(self.running):
             if sequence.slot == NO_SLOT or not sequence.decodes:
                 continue  # preempted by an earlier turn of this loop, prefilling, or at its limit
             full = sequence.num_computed_tokens == len(sequence.pages[0]) * page_size
-            if not full or self._grow(sequence, plan):
+            if not full or self._grow(sequence, plan, now):
                 plan.decodes.append(sequence)
 
-    def _grow(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """One more page for a decoding sequence. False: none is free, it sits this step out.
+    def _grow(self, sequence: Sequence, plan: StepPlan, now: float) -> bool:
+        """One more page for a decoding sequence. False: none is there, it sits this step out.
 
-        Preempts the latest admitted sequences, itself the last, unless pages are on their way.
+        Preempts the last running sequences, itself in the end, unless pages are on their way.
         """
-        while any(allocator.num_free == 0 for allocator in self.allocators):
-            if self._releases:
+        while any(allocator.num_available == 0 for allocator in self.allocators):
+            if self.pages.releases_pending:
                 return False
             victim = self.running[-1]
-            self._preempt(victim)
+            self._preempt(victim, now)
             if victim is sequence:
                 return False
-        self._extend(sequence, 1)
-        self._map(sequence, len(sequence.pages[0]), plan)
+        self.pages.grow(sequence)
+        index = len(sequence.pages[0]) - 1
+        plan.deltas += [(g, sequence.slot, index, p[index]) for g, p in enumerate(sequence.pages)]
+        self.waiting.charge(sequence, self.limits.page_size)
         return True
 
-    def _plan_chunk(self, plan: StepPlan, now: float) -> None:
-        budget = self.limits.chunk_tokens
-        for sequence in self.running:
-            if budget == 0 or len(plan.pieces) == MAX_PIECES:
+    def _plan_chunk_alone(self, plan: StepPlan, now: float) -> bool:
+        """A step of prompts only, unless it is the turn of those that decode."""
+        if self._chunk_was_last and any(sequence.decodes for sequence in self.running):
+            return False
+        self._plan_chunk(plan, now, self.limits.chunk_tokens)
+        return bool(plan.pieces)
+
+    def _plan_chunk(self, plan: StepPlan, now: float, budget: int) -> None:
+        """Prompt tokens: the most urgent first, sequences already admitted before their peers."""
+        prefilling = deque(sequence for sequence in self.running if sequence.prefilling)
+        wanted = bool(prefilling or self.waiting)
+        blocked = False
+        while budget > 0 and len(plan.pieces) < MAX_PIECES:
+            head = None if blocked else self.waiting.head()
+            if head is not None and not (prefilling and self._goes_first(prefilling[0], head)):
+                blocked = bool(head.host_pages) or not self._admit(head, plan, now)
+                if not blocked:
+                    budget -= self._add_piece(head, budget, plan)
+            elif prefilling:
+                budget -= self._add_piece(prefilling.popleft(), budget, plan)
+            else:
+                break
+        self.pace.note_chunk(wanted and not blocked, plan.chunk_tokens)
+
+    def _goes_first(self, admitted: Sequence, head: Sequence) -> bool:
+        """Whether an admitted sequence goes on before a waiting one begins."""
+        if admitted.level != head.level or admitted.tenant == head.tenant:
+            return admitted.level <= head.level
+        return self.waiting.service(admitted.tenant) <= self.waiting.service(head.tenant)
+
+    def _resume(self, plan: StepPlan, now: float) -> None:
+        """Sequences whose pages wait in host memory decode on, if it is their turn."""
+        while len(plan.admitted) < MAX_PIECES and (head := self.waiting.head()) is not None:
+            if not head.host_pages or not self._admit(head, plan, now):
                 return
-            if sequence.prefilling:
-                budget -= self._add_piece(sequence, budget, plan)
-        while self.waiting and budget and len(plan.pieces) < MAX_PIECES:
-            if not self._admit(self.waiting[0], plan, now):
-                return
-            budget -= self._add_piece(self.waiting.popleft(), budget, plan)
+            plan.resumed.append(head)
+            plan.decodes.append(head)
 
     def _admit(self, sequence: Sequence, plan: StepPlan, now: float) -> bool:
-        """A slot and the pages of all it must prefill, for a waiting sequence, or False."""
-        if sequence.num_in_flight:
-            return False  # preempted a moment ago: its last token is not known yet
-        needed = -(-len(sequence.tokens) // self.limits.page_size)
-        # One page more than needed: the first decode must not preempt what was just admitted.
-        spare = needed + (1 if self.running else 0)
-        if not self._free_slots or any(a.num_free < spare for a in self.allocators):
+        """A slot and the pages of all it must compute, for a waiting sequence, or False."""
+        if sequence.num_in_flight or not self._free_slots:
+            return False  # preempted a moment ago, its last token is not known yet; or no room
+        if self.policy.separate_phases and not sequence.host_pages:
+            _start_again(sequence)
+        needed, found = self._pages_for(sequence), self._found_for(sequence)
+        if not self._may_run(sequence, needed, found):
             return False
+        self.waiting.remove(sequence)
+        self.pages.give(sequence, needed, found)
         sequence.slot = self._free_slots.pop()
-        sequence.pages = [[] for _ in self.allocators]
-        sequence.num_mapped = [0] * len(self.allocators)
-        sequence.num_computed_tokens = 0
         sequence.prefill_target = len(sequence.tokens)
+        sequence.num_computed_tokens = len(found[0]) * self.limits.page_size
+        if sequence.host_pages:
+            plan.page_ins += self.pages.restore(sequence)
+            sequence.prefill_target = sequence.num_computed_tokens = len(sequence.tokens) - 1
         if sequence.first_scheduled is None:
+            self._count_hits(sequence)
             sequence.first_scheduled = now
-        self._extend(sequence, needed)
-        self.running.append(sequence)
+        self._admissions += 1
+        sequence.admission, sequence.tokens_then = self._admissions, len(sequence.tokens)
+        self.waiting.charge(sequence, len(sequence.tokens) - sequence.num_computed_tokens)
+        bisect.insort(self.running, sequence, key=_urgency)
         plan.admitted.append(sequence)
         return True
+
+    def _found_for(self, sequence: Sequence) -> list[list[int]]:
+        if sequence.host_pages:  # what it computed itself comes back, to the last bit
+            return [[] for _ in self.allocators]
+        return self.pages.lookup(sequence)
+
+    def _may_run(self, sequence: Sequence, needed: int, found: list[list[int]]) -> bool:
+        """Whether there are pages for it beside what is kept free for others."""
+        if not self.running:
+            return self.pages.lacking(needed, found, 0.0) <= 0
+        reserved = self.policy.watermark + self.thrash.extra
+        if sequence.level >= self.policy.batch_priority:
+            reserved += self.policy.interactive_reserve
+            slots = self.limits.num_slots * (1 - self.policy.interactive_reserve)
+            batch = bisect.bisect_left(self.running, self.policy.batch_priority, key=_level)
+            if len(self.running) - batch >= max(1, int(slots)):
+                return False
+        return self.pages.lacking(needed, found, min(reserved, 0.9)) <= 0
+
+    def _count_hits(self, sequence: Sequence) -> None:
+        sequence.cached_tokens = sequence.num_computed_tokens
+        if self.policy.prefix_cache:
+            self.prefix_queries += sequence.prompt_len
+            self.prefix_hits += sequence.cached_tokens
 
     def _add_piece(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
         """The next part of a prompt, at most `budget` tokens; returns its length."""
@@ -176,54 +328,65 @@ class Scheduler:
         length = min(budget, sequence.prefill_target - start)
         last = start + length == sequence.prefill_target
         plan.pieces.append(Piece(sequence, start, length, last))
-        self._map(sequence, -(-(start + length) // self.limits.page_size), plan)
         sequence.num_computed_tokens += length
         sequence.num_in_flight += last
         sequence.last_step = plan.number
+        # Found from now on: whoever finds these pages reads them in this step or in a later one,
+        # and a step writes all its keys and values before it reads any.
+        self._publish(sequence, sequence.num_computed_tokens)
         return length
 
     # -- slots and pages ---------------------------------------------------------------------------
 
-    def _extend(self, sequence: Sequence, count: int) -> None:
-        for pages, allocator in zip(sequence.pages, self.allocators):
-            pages.extend(allocator.allocate(count))
+    def _pages_for(self, sequence: Sequence) -> int:
+        return -(-len(sequence.tokens) // self.limits.page_size)
 
-    def _map(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
-        """Tell the device of the sequence's first `count` pages."""
-        for group, pages in enumerate(sequence.pages):
-            for index in range(sequence.num_mapped[group], count):
-                plan.deltas.append((group, sequence.slot, index, pages[index]))
-            sequence.num_mapped[group] = max(sequence.num_mapped[group], count)
+    def _publish(self, sequence: Sequence, tokens: int) -> None:
+        if self.policy.separate_phases:  # prompts are computed by one program, outputs by another
+            tokens = min(tokens, sequence.prompt_len)
+        self.pages.publish(sequence, tokens)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Back to the front of the queue; it will be recomputed from its tokens."""
+    def _preempt(self, sequence: Sequence, now: float) -> None:
+        """Back to the front of its peers in the queue."""
         self.preemptions += 1
+        if sequence.preempted:
+            done = len(sequence.tokens) + sequence.num_in_flight - sequence.tokens_then
+            self.thrash.preempted_again(done)
         self.running.remove(sequence)
+        if not sequence.prefilling:
+            self._page_outs += self.pages.offload(sequence)
         self._vacate(sequence)
-        self.waiting.appendleft(sequence)
+        self.waiting.push(sequence, now, preempted=True)
 
     def _vacate(self, sequence: Sequence) -> None:
         self._free_slots.append(sequence.slot)
         sequence.slot = NO_SLOT
-        if sequence.last_step <= self._retired:
-            self._give_back(sequence.pages)
-        else:
-            self._releases.append((sequence.last_step, sequence.pages))
-        sequence.pages = []
+        self.pages.release(sequence)
 
     def check_invariants(self) -> None:
         """AssertionError unless slots, pages and queues account for each other exactly."""
+        waiting = list(self.waiting)
         slots = [sequence.slot for sequence in self.running]
         assert sorted(slots + self._free_slots) == list(range(self.limits.num_slots)), "slots"
-        assert all(sequence.slot == NO_SLOT for sequence in self.waiting), "a waiting slot"
-        known = {id(s) for s in self.running} | {id(s) for s in self.waiting}
+        assert all(sequence.slot == NO_SLOT for sequence in waiting), "a waiting slot"
+        assert self.running == sorted(self.running, key=_urgency), "running is out of order"
+        known = {id(s) for s in self.running} | {id(s) for s in waiting}
         assert known == {id(s) for s in self.by_id.values()}, "a sequence is lost or unknown"
-        for group, allocator in enumerate(self.allocators):
-            allocator.check_invariants()
-            held = [page for s in self.running for page in s.pages[group]]
-            held += [page for _, pages in self._releases for page in pages[group]]
-            assert len(held) == len(set(held)) == allocator.num_used, "pages leaked or shared"
+        assert len(known) == len(self.running) + len(waiting), "a sequence is in two places"
+        self.waiting.check_invariants()
+        self.pages.check_invariants(self.running, waiting)
 
-    def _give_back(self, pages: list[list[int]]) -> None:
-        for allocator, group in zip(self.allocators, pages):
-            allocator.free(group)
+
+def _urgency(sequence: Sequence) -> tuple[int, int]:
+    return sequence.level, sequence.admission
+
+
+def _level(sequence: Sequence) -> int:
+    return sequence.level
+
+
+def _start_again(sequence: Sequence) -> None:
+    """Back to the prompt: the same outputs will come, and are known already."""
+    if len(sequence.tokens) > sequence.prompt_len:
+        sequence.replay = [*sequence.replay, *reversed(sequence.tokens[sequence.prompt_len :])]
+        del sequence.tokens[sequence.prompt_len :]

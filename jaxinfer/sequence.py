@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from jaxinfer.request import Request
 
 NO_SLOT = -1
+NOT_WAITING = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -20,8 +21,16 @@ class Sequence:
         prefill_target: tokens to prefill in this admission; decoding starts once it is reached.
         slot: row of the decode batch, NO_SLOT while waiting.
         pages: the pages it holds, by KV group.
-        num_mapped: by group, how many leading pages the device's page table names already.
+        keys: names of its full pages in the prefix cache; `root` is where their chain begins.
+        num_published: how many of its leading pages the prefix cache was told of.
+        cached_tokens: prompt tokens that the prefix cache had when it was first admitted.
+        host_pages: where its pages are in host memory while it waits, by KV group.
+        replay: outputs it had before it was preempted, which it is computing again.
         last_step: number of the last dispatched step that works on it.
+        order: how many sequences came before it; level: the priority it waits or runs at.
+        entry, entered, preempted: of the waiting queue: the number of its place (NOT_WAITING while
+            it has none), when it took it, and whether it ran before.
+        admission: number of its last admission; tokens_then: the tokens it had at that.
     """
 
     request: Request
@@ -31,11 +40,28 @@ class Sequence:
     prefill_target: int = 0
     slot: int = NO_SLOT
     pages: list[list[int]] = field(default_factory=list)
-    num_mapped: list[int] = field(default_factory=list)
+    root: bytes | None = None
+    keys: list[bytes] = field(default_factory=list)
+    num_published: int = 0
+    cached_tokens: int = 0
+    host_pages: list[list[int]] = field(default_factory=list)
+    replay: list[int] = field(default_factory=list)
     last_step: int = -1
+    order: int = 0
+    level: int = 0
+    entry: int = NOT_WAITING
+    entered: float = 0.0
+    preempted: bool = False
+    admission: int = 0
+    tokens_then: int = 0
     first_scheduled: float | None = None
+    first_token: float | None = None
     reported: bool = False
     finished: bool = False
+
+    @property
+    def tenant(self) -> str:
+        return self.request.scheduling.tenant
 
     @property
     def prompt_len(self) -> int:

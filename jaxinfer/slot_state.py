@@ -94,47 +94,79 @@ def empty_history(num_slots: int, vocab_size: int) -> History:
     return History(jnp.zeros(shape, jnp.int16), jnp.zeros(shape, bool))
 
 
-OPTIONS_SIZE = 1 + len(COLUMNS) + MAX_STOP_IDS + 2 * MAX_LOGIT_BIAS
+START = 4  # slot, token, position, whether it decodes at once
+_PARTS = (START, len(COLUMNS), MAX_STOP_IDS, MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
 
 
-def pack_options(sequences: list[Sequence], rows: int, null_slot: int) -> np.ndarray:
-    """The options of admitted sequences as int32[rows, OPTIONS_SIZE]: slot, numbers, lists."""
-    packed = np.zeros((rows, OPTIONS_SIZE), np.int32)
+def admission_size(table_widths: tuple[int, ...]) -> int:
+    """Integers that describe one admitted sequence to the device."""
+    return sum(_PARTS) + sum(table_widths)
+
+
+def pack_admissions(
+    admitted: list[Sequence],
+    resumed: list[Sequence],
+    rows: int,
+    null_slot: int,
+    table_widths: tuple[int, ...],
+) -> np.ndarray:
+    """Admitted sequences as int32[rows, admission_size]: start, options, pages of each group.
+
+    Resumed ones among them decode on from their last token; the others are prefilled first.
+    """
+    packed = np.zeros((rows, admission_size(table_widths)), np.int32)
     packed[:, 0] = null_slot
-    stops = 1 + len(COLUMNS)
-    packed[:, stops : stops + MAX_STOP_IDS] = NO_TOKEN
-    for row, sequence in zip(packed, sequences):
-        request, params = sequence.request, sequence.request.params
-        row[0] = sequence.slot
-        row[1 + COLUMNS["top_k"]] = max(params.top_k, 0)
-        row[1 + COLUMNS["seed_low"] : 3 + COLUMNS["seed_low"]] = np.array(
-            [request.seed], np.int64
-        ).view(np.int32)
-        row[1 + COLUMNS["limit"]] = len(request.prompt) + request.max_new_tokens
-        for name in COLUMNS.keys() - INTEGERS:
-            row[1 + COLUMNS[name]] = np.float32(getattr(params, name)).view(np.int32)
-        row[stops : stops + len(request.stop_ids)] = request.stop_ids
-        for i, (token, value) in enumerate(params.logit_bias):
-            row[stops + MAX_STOP_IDS + i] = token
-            row[stops + MAX_STOP_IDS + MAX_LOGIT_BIAS + i] = np.float32(value).view(np.int32)
+    start, numbers, stops, bias_ids, bias_values, *tables = np.split(
+        packed, np.cumsum((*_PARTS, *table_widths))[:-1], axis=1
+    )
+    stops[:] = NO_TOKEN
+    for i, sequence in enumerate(admitted):
+        start[i] = sequence.slot, sequence.tokens[-1], len(sequence.tokens) - 1, sequence in resumed
+        _pack_options(sequence, numbers[i], stops[i], bias_ids[i], bias_values[i])
+        for table, pages in zip(tables, sequence.pages):
+            table[i, : len(pages)] = pages
     return packed
 
 
+def _pack_options(
+    sequence: Sequence,
+    numbers: np.ndarray,
+    stops: np.ndarray,
+    bias_ids: np.ndarray,
+    bias_values: np.ndarray,
+) -> None:
+    request, params = sequence.request, sequence.request.params
+    numbers[COLUMNS["top_k"]] = max(params.top_k, 0)
+    low = COLUMNS["seed_low"]
+    numbers[low : low + 2] = np.array([request.seed], np.int64).view(np.int32)
+    numbers[COLUMNS["limit"]] = len(request.prompt) + request.max_new_tokens
+    for name in COLUMNS.keys() - INTEGERS:
+        numbers[COLUMNS[name]] = np.float32(getattr(params, name)).view(np.int32)
+    stops[: len(request.stop_ids)] = request.stop_ids
+    for i, (token, value) in enumerate(params.logit_bias):
+        bias_ids[i] = token
+        bias_values[i] = np.float32(value).view(np.int32)
+
+
 def admit(slots: Slots, options: Options, packed: Int[Array, "A size"]) -> tuple[Slots, Options]:
-    """Write the options of newly admitted sequences; their slots start as done (not decoding)."""
-    rows = packed[:, 0]
-    parts = jnp.split(
-        packed[:, 1:],
-        np.cumsum([len(COLUMNS), MAX_STOP_IDS, MAX_LOGIT_BIAS]),
-        axis=1,
+    """Write the options and pages of admitted sequences; only resumed ones decode at once."""
+    widths = [table.shape[1] for table in slots.page_tables]
+    parts = jnp.split(packed, np.cumsum([*_PARTS, *widths])[:-1].tolist(), axis=1)
+    start, numbers, stops, bias_ids, bias_values, *tables = parts
+    rows = start[:, 0]
+
+    def put(old: Array, new: Array) -> Array:
+        return old.at[rows].set(new, mode="promise_in_bounds")
+
+    values = lax.bitcast_convert_type(bias_values, jnp.float32)
+    slots = Slots(
+        token=put(slots.token, start[:, 1]),
+        position=put(slots.position, start[:, 2]),
+        done=put(slots.done, start[:, 3] == 0),
+        page_tables=tuple(put(old, new) for old, new in zip(slots.page_tables, tables)),
     )
-    values = lax.bitcast_convert_type(parts[3], jnp.float32)
-    new = [
-        old.at[rows].set(part, mode="promise_in_bounds")
-        for old, part in zip(options, [*parts[:3], values])
-    ]
-    done = slots.done.at[rows].set(True, mode="promise_in_bounds")
-    return slots._replace(done=done), Options(*new)
+    new_options = (numbers, stops, bias_ids, values)
+    return slots, Options(*(put(old, new) for old, new in zip(options, new_options)))
 
 
 def pack_history(sequence: Sequence) -> list[np.ndarray]:

@@ -15,13 +15,15 @@ from jaxinfer.compile_watch import CompileWatch
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine import Engine
 from jaxinfer.host_memory import keep_freed_memory
-from jaxinfer.kv_pool import KVGroup, empty_pools, pages_for
+from jaxinfer.kv_pool import KVGroup, empty_pools, host_pages_for, pages_for
 from jaxinfer.memory_plan import MemoryPlan, plan_memory
 from jaxinfer.models import family_of
+from jaxinfer.page_transfer import PageTransfer
 from jaxinfer.params import ParamSpec
 from jaxinfer.paths import cache_dir
+from jaxinfer.policy import SchedulerPolicy
 from jaxinfer.program_store import ProgramStore, describe_arrays
-from jaxinfer.programs import Programs, Progress, compile_programs, step_shapes
+from jaxinfer.programs import Programs, Progress, compile_programs, program_set, step_shapes
 from jaxinfer.runner import Runner
 from jaxinfer.scheduler import Scheduler, SchedulerLimits
 from jaxinfer.sharding import (
@@ -31,6 +33,7 @@ from jaxinfer.sharding import (
     replicated,
     sharding_of,
 )
+from jaxinfer.sizes import size_text
 from jaxinfer.slot_state import (
     History,
     Options,
@@ -91,12 +94,13 @@ def build_engine(
         config.max_num_seqs, config.max_num_batched_tokens, config.page_size, len(groups)
     )
     programs = _compile(step_model, shapes, state, memory, progress)
+    host_pages = host_pages_for(groups, config.kv_offload_bytes)
     if device.platform == "cpu":
         keep_freed_memory()
     compiles = CompileWatch(guard_compiles)
     engine = Engine(
-        _scheduler(config, groups),
-        Runner(programs, config.max_num_seqs, state),
+        _scheduler(config, groups, host_pages),
+        Runner(programs, config.max_num_seqs, state, _transfer(groups, host_pages, programs)),
         _limits(model.config, config, groups, max_model_len),
         overlap=config.overlap,
         memory=memory,
@@ -119,17 +123,32 @@ def _compile(
     store = None  # which keeps programs of a single device only
     if step_model.mesh is None:
         store = ProgramStore(cache_dir() / "programs", step_model, describe_arrays(state))
-    programs = compile_programs(step_model, shapes, state, progress, store)
-    count, seconds = len(programs.forward) + len(programs.sample) + 2, time.monotonic() - started
-    temporary = programs.temp_bytes / 2**20
-    logger.info(f"{count} programs ready in {seconds:.1f} s, largest temporary {temporary:.0f} MiB")
-    if programs.temp_bytes + programs.logits_bytes > memory.workspace_bytes:
+    programs, offload = Programs(), memory.host_bytes > 0
+    wanted = program_set(step_model, shapes, state, offload=offload)
+    compile_programs(wanted, programs, progress, store)
+    seconds, temporary = time.monotonic() - started, programs.temp_bytes
+    logger.info(
+        f"{programs.count} programs ready in {seconds:.1f} s, "
+        f"largest temporary {size_text(temporary)}"
+    )
+    logits = programs.logits_bytes(step_model.config.vocab_size)
+    if temporary + logits > memory.workspace_bytes:
         raise RuntimeError(
-            f"the largest program needs {programs.temp_bytes} bytes of temporaries and "
-            f"{programs.logits_bytes} of logits, more than the {memory.workspace_bytes} planned; "
+            f"the largest program needs {temporary} bytes of temporaries and {logits} of logits, "
+            f"more than the {memory.workspace_bytes} planned; "
             "lower max_num_batched_tokens or max_num_seqs"
         )
     return programs
+
+
+def _transfer(
+    groups: tuple[KVGroup, ...], host_pages: tuple[int, ...], programs: Programs
+) -> PageTransfer | None:
+    """What moves pages to host memory, if there is any for them."""
+    if not any(host_pages):
+        return None
+    by_group = [(programs.read_pages[i], programs.write_pages[i]) for i in range(len(groups))]
+    return PageTransfer(groups, host_pages, by_group)
 
 
 def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:
@@ -158,15 +177,27 @@ def _attention(device: jax.Device) -> Implementation:
     return "reference" if device.platform == "cpu" else "reference_static"
 
 
-def _scheduler(config: EngineConfig, groups: tuple[KVGroup, ...]) -> Scheduler:
-    return Scheduler(
-        SchedulerLimits(
-            num_slots=config.max_num_seqs,
-            chunk_tokens=config.max_num_batched_tokens,
-            page_size=config.page_size,
-            num_pages=tuple(group.num_pages for group in groups),
-        )
+def _scheduler(
+    config: EngineConfig, groups: tuple[KVGroup, ...], host_pages: tuple[int, ...]
+) -> Scheduler:
+    limits = SchedulerLimits(
+        num_slots=config.max_num_seqs,
+        chunk_tokens=config.max_num_batched_tokens,
+        page_size=config.page_size,
+        num_pages=tuple(group.num_pages for group in groups),
     )
+    target = config.tpot_target_ms
+    policy = SchedulerPolicy(
+        prefix_cache=config.prefix_cache,
+        watermark=config.kv_watermark,
+        ageing=config.priority_ageing,
+        tenant_weights=config.tenant_weights,
+        tpot_target=None if target is None else target / 1000,
+        batch_priority=config.batch_priority,
+        interactive_reserve=config.interactive_reserve,
+        host_pages=host_pages,
+    )
+    return Scheduler(limits, policy)
 
 
 def _limits(

@@ -34,12 +34,16 @@ load_history = jax.jit(_load_history, donate_argnames=("history",))
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """The static side of a step: what is computed, how attention is, and over which devices."""
+    """The static side of a step: what is computed, how attention is, and over which devices.
+
+    `attention_block`: keys that attention takes at once; None: what is fastest for the rows.
+    """
 
     config: ModelConfig
     groups: tuple[KVGroup, ...]
     attention: Implementation
     mesh: Mesh | None = None
+    attention_block: int | None = None
 
     def group_of(self, layer: int) -> int:
         return next(i for i, group in enumerate(self.groups) if layer in group.layers)
@@ -128,12 +132,18 @@ def _layer(
         nonlocal stored
         stored = write_kv(*pool, place.pages, place.offsets, k, v)
         rows = place.kv_lens.shape[0]
-        how = {"scale": config.head_dim**-0.5, "implementation": model.attention}
-        out = paged_attention(q[:rows], *stored, place.decode_table, place.kv_lens, **how)
-        if place.tiles is None:
-            return out
-        chunk = paged_prefill(q[rows:], *stored, place.table, place.tiles, **how)
-        return jnp.concatenate([out, chunk])
+        how = {
+            "scale": config.head_dim**-0.5,
+            "implementation": model.attention,
+            "block": model.attention_block,
+        }
+        parts = []
+        if rows:
+            decode = (place.decode_table, place.kv_lens)
+            parts.append(paged_attention(q[:rows], *stored, *decode, **how))
+        if place.tiles is not None:
+            parts.append(paged_prefill(q[rows:], *stored, place.table, place.tiles, **how))
+        return jnp.concatenate(parts)
 
     return family_of(config.family).layer(params, config, x, context, attend), stored
 

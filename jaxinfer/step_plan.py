@@ -31,12 +31,22 @@ class Piece:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step's work. `deltas` are new page-table entries: (group, slot, index, page)."""
+    """One step's work. `deltas` are new page-table entries: (group, slot, index, page).
+
+    Before the step is computed, pages move: first `page_outs`, (group, page, host page), of
+    sequences that lose their pages, then `page_ins`, (group, page, host page), of those that get
+    theirs back. A sequence that is `resumed` has all its keys and values so: its slot goes on
+    decoding from its last token, at position `num_computed_tokens` as it was before this step.
+    """
 
     number: int
+    expected: float = 0.0  # seconds it is expected to take
     decodes: list[Sequence] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
+    resumed: list[Sequence] = field(default_factory=list)  # these are among `admitted`
+    page_outs: list[tuple[int, int, int]] = field(default_factory=list)
+    page_ins: list[tuple[int, int, int]] = field(default_factory=list)
     deltas: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     @property
@@ -78,9 +88,8 @@ class StepShape:
 
     @property
     def deltas(self) -> int:
-        """Page-table entries a step can add by group: one a row, and the pages of the chunk."""
-        pages_of_chunk = math.ceil(self.chunk / self.page_size) + self.pieces
-        return self.rows + (pages_of_chunk if self.chunk else 0)
+        """Page-table entries a step can add by group: one a row. Admission enters all others."""
+        return self.rows
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every int32 input, in packing order."""

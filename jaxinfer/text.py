@@ -16,11 +16,12 @@ from jaxinfer.request import (
     Request,
     RequestError,
     SamplingParams,
+    Scheduling,
     SequenceEvent,
     TokenLogprobs,
     Violation,
 )
-from jaxinfer.validation import EngineLimits, Violations, build_request, check_token_ids
+from jaxinfer.validation import EngineLimits, Violations, build_request, check_token_ids, samples
 
 if TYPE_CHECKING:
     from jaxinfer.tokenizer import Tokenizer
@@ -55,17 +56,20 @@ class Timing:
 
 @dataclass(slots=True)
 class Delta:
-    """What is new in an output. `finish` and `timing` come with the last one.
+    """What is new in an output. `finish`, `timing` and `cached_tokens` come with the last one.
 
     The tokens may be ahead of the text, which is held back while it may become a stop string or
     ends within a character. `logprobs` has one entry a token if the request asked for them.
+    `index` is that of the sample. `cached_tokens`: prompt tokens that the prefix cache had.
     """
 
+    index: int = 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: Finish | None = None
     timing: Timing | None = None
+    cached_tokens: int = 0
 
     def extend(self, later: Delta) -> None:
         """Take in the delta that follows this one."""
@@ -74,6 +78,7 @@ class Delta:
         self.logprobs += later.logprobs
         self.finish = later.finish
         self.timing = later.timing
+        self.cached_tokens = later.cached_tokens
 
 
 class TextProcessor:
@@ -131,21 +136,25 @@ class TextProcessor:
         found.raise_if_any()
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def request(
+    def requests(
         self,
         prompt: Sequence[int],
         params: SamplingParams,
         request_id: str,
         now: float,
         timeout: float | None = None,
-    ) -> Request:
-        """The validated request for prompt ids. Raises RequestError."""
-        return build_request(prompt, params, self.limits, self._eos_ids, request_id, now, timeout)
+        scheduling: Scheduling | None = None,
+    ) -> list[Request]:
+        """The validated requests for prompt ids, one a sample. Raises RequestError."""
+        request = build_request(
+            prompt, params, self.limits, self._eos_ids, request_id, now, timeout, scheduling
+        )
+        return samples(request)
 
-    def output(self, request: Request) -> OutputBuilder:
-        """Collects the output of `request`."""
+    def output(self, request: Request, index: int = 0) -> OutputBuilder:
+        """Collects the output of `request`, the sample of this index."""
         start = self._detokenizers.start(request.prompt, request.params.skip_special_tokens)
-        return OutputBuilder(request, start)
+        return OutputBuilder(request, start, index)
 
 
 def _message(position: int, message: object) -> dict[str, str]:
@@ -170,13 +179,15 @@ class OutputBuilder:
     events are no longer for this request.
     """
 
-    def __init__(self, request: Request, detokenizer: Detokenizer):
+    def __init__(self, request: Request, detokenizer: Detokenizer, index: int = 0):
         self.request = request
+        self.index = index
         self.finished = False
         self._detokenizer = detokenizer
         self._stops = StopMatcher(request.params.stop, request.params.include_stop)
         self._queued: float | None = None
         self._first_token: float | None = None
+        self._cached_tokens = 0
 
     @property
     def started(self) -> bool:
@@ -185,8 +196,8 @@ class OutputBuilder:
 
     def push(self, event: SequenceEvent) -> Delta:
         """What an event adds. Tokens after the one that completed a stop string are dropped."""
-        self._note_times(event)
-        delta = Delta()
+        self._note_start(event)
+        delta = Delta(self.index)
         last = len(event.tokens) - 1 if event.finish in _STOPPED_BY_ID else None
         for position, token in enumerate(event.tokens):
             delta.token_ids.append(token)
@@ -199,14 +210,16 @@ class OutputBuilder:
             self._end(delta, event)
         if delta.finish is not None:
             self.finished = True
+            delta.cached_tokens = self._cached_tokens
             delta.timing = Timing(
                 self._queued, self._first_token, event.time - self.request.arrival
             )
         return delta
 
-    def _note_times(self, event: SequenceEvent) -> None:
+    def _note_start(self, event: SequenceEvent) -> None:
         if event.first_scheduled is not None:
             self._queued = event.first_scheduled - self.request.arrival
+            self._cached_tokens = event.cached_tokens
         if event.tokens and self._first_token is None:
             self._first_token = event.time - self.request.arrival
 

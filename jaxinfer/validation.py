@@ -13,6 +13,8 @@ Rules worth knowing:
   token). Between 0 and MIN_TEMPERATURE is refused: logits divided by it overflow float32.
 - `top_k` 0, -1 or at least the vocabulary keeps all tokens; the request carries 0 then.
 - The end ids of a request are its `stop_token_ids` and, unless `ignore_eos`, the model's own.
+- With `n` above 1, `samples` makes the request of each sample from the one of the ask. The queue
+  must be able to hold them all.
 """
 
 from __future__ import annotations
@@ -27,11 +29,15 @@ from typing import Any
 from jaxinfer.request import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_NAME,
+    MAX_PRIORITY,
+    MAX_SAMPLES,
     MAX_SEED,
     MAX_STOP_IDS,
     Request,
     RequestError,
     SamplingParams,
+    Scheduling,
     Violation,
 )
 
@@ -75,17 +81,21 @@ def build_request(
     request_id: str,
     now: float,
     timeout: float | None = None,
+    scheduling: Scheduling | None = None,
 ) -> Request:
     """The complete, validated `Request`; `now` is engine time and `timeout` seconds from it.
 
     Raises RequestError with every violation.
     """
-    eos = tuple(eos_ids)
+    eos, scheduling = tuple(eos_ids), scheduling or Scheduling()
     found = Violations()
     check_prompt(found, prompt, limits)
     check_sampling(found, params, limits, eos)
-    if not found and params.max_new_tokens is not None:
-        check_output_length(found, len(prompt), params.max_new_tokens, limits)
+    check_scheduling(found, scheduling)
+    if not found:
+        check_samples(found, len(prompt), params.n, limits)
+        if params.max_new_tokens is not None:
+            check_output_length(found, len(prompt), params.max_new_tokens, limits)
     found.raise_if_any()
     own_eos = () if params.ignore_eos else eos
     return Request(
@@ -97,7 +107,26 @@ def build_request(
         stop_ids=tuple(dict.fromkeys((*own_eos, *params.stop_token_ids))),
         arrival=now,
         deadline=None if timeout is None else now + timeout,
+        scheduling=scheduling,
     )
+
+
+def samples(request: Request) -> list[Request]:
+    """The requests of an ask's samples, each with an id and a seed of its own and one group.
+
+    A single sample is the request itself, in no group.
+    """
+    if request.params.n == 1:
+        return [request]
+    return [
+        dataclasses.replace(
+            request,
+            id=f"{request.id}.{i}" if i else request.id,
+            seed=(request.seed + i) % (MAX_SEED + 1),
+            group=request.id,
+        )
+        for i in range(request.params.n)
+    ]
 
 
 def _normalised(params: SamplingParams, limits: EngineLimits) -> SamplingParams:
@@ -213,6 +242,37 @@ def check_output_length(
     )
 
 
+def check_samples(found: Violations, prompt_tokens: int, n: int, limits: EngineLimits) -> None:
+    """Require the queue to be able to hold all samples, or it could never take them."""
+    if n > limits.max_queued_requests:
+        found.add(
+            "n",
+            f"is {n}; the queue takes {limits.max_queued_requests} requests in all, and each sample"
+            " is one: ask for fewer or serve with a larger --max-queued-requests",
+        )
+    elif n * prompt_tokens > limits.max_queued_tokens:
+        found.add(
+            "n",
+            f"is {n}; with {prompt_tokens} prompt tokens each that makes {n * prompt_tokens}, and"
+            f" the queue takes {limits.max_queued_tokens} tokens in all: ask for at most"
+            f" {limits.max_queued_tokens // prompt_tokens} or serve with a larger"
+            " --max-queued-tokens",
+        )
+
+
+def check_scheduling(found: Violations, scheduling: Scheduling) -> None:
+    """Require a priority in its range, and names that are text of bounded length."""
+    found.integer("priority", scheduling.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    for field in ("tenant", "cache_salt"):
+        name = getattr(scheduling, field)
+        if not isinstance(name, str):
+            found.add(field, f"is {name!r}; it must be a string")
+        elif len(name) > MAX_NAME:
+            found.add(field, f"has {len(name)} characters; at most {MAX_NAME} are taken")
+        elif any("\ud800" <= char <= "\udfff" for char in name):
+            found.add(field, f"is {name!r}, which is no text: it has half of a surrogate pair")
+
+
 def check_sampling(
     found: Violations, params: SamplingParams, limits: EngineLimits, eos_ids: Sequence[int]
 ) -> None:
@@ -237,6 +297,7 @@ def check_sampling(
     if params.logprobs is not None:
         most = min(MAX_LOGPROBS, limits.vocab_size)
         found.integer("logprobs", params.logprobs, 0, most)
+    found.integer("n", params.n, 1, MAX_SAMPLES)
     _check_logit_bias(found, params, limits)
     _check_stops(found, params, limits, eos_ids)
 

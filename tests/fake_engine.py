@@ -14,6 +14,7 @@ from collections import deque
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from jaxinfer.load import Load, Percentiles, StepRecord
 from jaxinfer.request import (
     Abort,
     Counters,
@@ -66,6 +67,8 @@ def forever(request: Request) -> list[int]:
     return [33 + i % 90 for i in range(1 << 16)]
 
 
+PAGE_SIZE, PAGES = 16, 9  # page 0 is the null page
+
 LIMITS = EngineLimits(
     vocab_size=257,
     max_model_len=64,
@@ -80,6 +83,9 @@ class ScriptedEngine:
     """Stands in for `Engine`: a step gives every running sequence its script's next token.
 
     `gate`: cleared, steps block, as a device that hangs does. `step_seconds` is how long one takes.
+    `late`: if set, requests with a deadline are refused on arrival with this text. `cached`: prompt
+    tokens that the prefix cache has of a request. Every running sequence uses one page, and the
+    last page but one is cached.
     """
 
     def __init__(self, script=echo, limits: EngineLimits = LIMITS, step_seconds: float = 0.0):
@@ -94,10 +100,38 @@ class ScriptedEngine:
         self.running: dict[str, tuple[Request, list[int], int]] = {}
         self.aborted: list[Abort] = []
         self.ended: dict[str, FinishReason] = {}
+        self.late = ""
+        self.cached = lambda request: 0
+        self.records: deque[StepRecord] = deque()
+        self.ttft, self.tpot = Percentiles(), Percentiles()
+        self._refusals: list[SequenceEvent] = []
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self._refusals)
+
+    def load(self) -> Load:
+        waiting = [*self.waiting]
+        return Load(
+            slots=self.limits.max_num_seqs,
+            running=len(self.running),
+            waiting=len(waiting),
+            waiting_tokens=sum(len(request.prompt) for request in waiting),
+            pages=self._pages(),
+            page_size=PAGE_SIZE,
+            prefix_queries=self.counters.prefix_queries,
+            prefix_hits=self.counters.prefix_hits,
+            ttft=self.ttft,
+            tpot=self.tpot,
+        )
+
+    def page_states(self) -> list[bytes]:
+        used = min(len(self.running), PAGES - 2)
+        return [bytes([1] * (1 + used) + [0] * (PAGES - 2 - used) + [2])]
+
+    def _pages(self) -> tuple[int, int, int]:
+        (states,) = self.page_states()
+        return states.count(0), states.count(2), states.count(1) - 1
 
     def has_request(self, request_id: str) -> bool:
         return request_id in self.running or any(r.id == request_id for r in self.waiting)
@@ -106,6 +140,12 @@ class ScriptedEngine:
         if isinstance(command, Submit):
             self.counters.received += 1
             self.counters.prompt_tokens += len(command.request.prompt)
+            if self.late and command.request.deadline is not None:
+                self.counters.refused += 1
+                self.ended[command.request.id] = FinishReason.LATE
+                end = SequenceEvent(command.request.id, (), (), FinishReason.LATE, self.late, now)
+                self._refusals.append(end)
+                return
             self.waiting.append(command.request)
             return
         self.aborted.append(command)
@@ -120,14 +160,31 @@ class ScriptedEngine:
         if self.fail_with is not None:
             raise self.fail_with
         time.sleep(self.step_seconds)
-        fresh = set()
+        fresh, (refused, self._refusals) = set(), (self._refusals, [])
         while self.waiting and len(self.running) < self.limits.max_num_seqs:
             request = self.waiting.popleft()
             self.running[request.id] = (request, self.script(request), 0)
             fresh.add(request.id)
-        return [
+            self.counters.prefix_queries += len(request.prompt)
+            self.counters.prefix_hits += self.cached(request)
+        self._record(fresh, now)
+        return refused + [
             self._advance(request_id, request_id in fresh, now) for request_id in [*self.running]
         ]
+
+    def _record(self, fresh: set[str], now: float) -> None:
+        running, (free, cached, used) = len(self.running), self._pages()
+        if not running:
+            return
+        prompts = sum(len(self.running[request_id][0].prompt) for request_id in fresh)
+        decodes = running - len(fresh)
+        step = self.records[-1].step + 1 if self.records else 0
+        self.records.append(
+            StepRecord(
+                step, now, running, len(self.waiting), decodes, prompts, len(fresh), 0,
+                free, cached, used,
+            )
+        )  # fmt: skip
 
     def _advance(self, request_id: str, fresh: bool, now: float) -> SequenceEvent:
         request, script, position = self.running[request_id]
@@ -151,6 +208,7 @@ class ScriptedEngine:
             finish,
             time=now,
             first_scheduled=now if fresh else None,
+            cached_tokens=self.cached(request) if fresh else 0,
         )
 
     def _logprobs(self, request: Request, token: int) -> tuple[TokenLogprobs, ...]:

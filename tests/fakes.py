@@ -12,8 +12,17 @@ from collections import deque
 
 from jaxinfer import sampler_outcomes as outcomes
 from jaxinfer.engine import Engine
+from jaxinfer.policy import SchedulerPolicy
 from jaxinfer.programs import smallest_shape, step_shapes
-from jaxinfer.request import Abort, FinishReason, Request, SamplingParams, SequenceEvent, Submit
+from jaxinfer.request import (
+    Abort,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Scheduling,
+    SequenceEvent,
+    Submit,
+)
 from jaxinfer.runner import StepResult
 from jaxinfer.scheduler import Scheduler, SchedulerLimits
 from jaxinfer.step_plan import TILE_ROWS, StepPlan, layout, pack
@@ -46,8 +55,9 @@ def expected(request: Request) -> tuple[list[int], FinishReason]:
 class FakeRunner:
     """Device owner of the fake model: dispatched steps run at once and in order."""
 
-    def __init__(self, limits: SchedulerLimits, max_model_len: int):
+    def __init__(self, limits: SchedulerLimits, max_model_len: int, separate_phases: bool = False):
         self.limits, self.null = limits, limits.num_slots
+        self.separate_phases = separate_phases
         self.shapes = step_shapes(
             limits.num_slots, limits.chunk_tokens, limits.page_size, len(limits.num_pages)
         )
@@ -55,16 +65,22 @@ class FakeRunner:
         self.token, self.position, self.done = [0] * rows, [0] * rows, [True] * rows
         self.request: list[Request | None] = [None] * rows
         self.tables = [[[0] * width for _ in range(rows)] for _ in limits.num_pages]
-        # Every entry of a page is (position, token): what lies there says where it belongs.
-        self.pools = [
-            [[(-1, POISON)] * limits.page_size for _ in range(n)] for n in limits.num_pages
-        ]
+        # An entry of a page is (position, token, whether a decode row computed it): what lies there
+        # says where it belongs.
+        empty = (-1, POISON, False)
+        self.pools = [[[empty] * limits.page_size for _ in range(n)] for n in limits.num_pages]
+        self.host: list[dict[int, list]] = [{} for _ in limits.num_pages]
         self.outstanding: deque[StepResult] = deque()
 
     def dispatch(self, plan: StepPlan) -> StepResult:
+        assert not (self.separate_phases and plan.decodes and plan.pieces), "phases share a step"
+        self._move_pages(plan)
         for sequence in plan.admitted:
-            self.done[sequence.slot] = True
-            self.request[sequence.slot] = sequence.request
+            slot, last = sequence.slot, len(sequence.tokens) - 1
+            self.request[slot], self.done[slot] = sequence.request, sequence not in plan.resumed
+            self.token[slot], self.position[slot] = sequence.tokens[last], last
+            for table, pages in zip(self.tables, sequence.pages):
+                table[slot] = pages + [0] * (len(table[slot]) - len(pages))
         shape = smallest_shape(self.shapes, len(plan.decodes), plan.chunk_tokens)
         packed = pack(plan, shape, self.null)
         inputs = {name: packed[at].reshape(dims) for name, (at, dims) in layout(shape).items()}
@@ -82,6 +98,12 @@ class FakeRunner:
         assert len(self.outstanding) <= 2, "more than one step is dispatched ahead"
         return result
 
+    def _move_pages(self, plan: StepPlan) -> None:
+        for group, page, host in plan.page_outs:
+            self.host[group][host] = list(self.pools[group][page])
+        for group, page, host in plan.page_ins:
+            self.pools[group][page] = self.host[group][host]
+
     def collect(self, handle: StepResult) -> StepResult:
         assert handle is self.outstanding.popleft(), "steps are read out of order"
         return handle
@@ -90,7 +112,7 @@ class FakeRunner:
         real = [slot for slot in rows if slot != self.null]
         assert len(set(real)) == len(real), "a slot decodes twice in one step"
         sampled = [(slot, not self.done[slot]) for slot in rows]
-        self._write([(s, self.position[s], self.token[s]) for s, live in sampled if live])
+        self._write([(s, self.position[s], self.token[s]) for s, live in sampled if live], True)
         for slot, live in sampled:
             self.position[slot] += live
         return sampled
@@ -98,7 +120,7 @@ class FakeRunner:
     def _prefill(self, inputs: dict) -> list[tuple[int, bool]]:
         slots, tokens = inputs["slots"].tolist(), inputs["tokens"].tolist()
         positions = inputs["positions"].tolist()
-        self._write([w for w in zip(slots, positions, tokens) if w[0] != self.null])
+        self._write([w for w in zip(slots, positions, tokens) if w[0] != self.null], False)
         covered = []
         for first, count, slot, position in inputs["tiles"].tolist():
             assert 0 <= count <= TILE_ROWS
@@ -115,7 +137,7 @@ class FakeRunner:
             sampled.append((slot if ends else self.null, bool(ends)))
         return sampled
 
-    def _write(self, writes: list[tuple[int, int, int]]) -> None:
+    def _write(self, writes: list[tuple[int, int, int]], decoded: bool) -> None:
         for table, pool in zip(self.tables, self.pools):
             places = set()
             for slot, position, token in writes:
@@ -124,7 +146,7 @@ class FakeRunner:
                 assert page != 0, "a live token is written to the null page"
                 assert (page, offset) not in places, "two tokens are written to one place"
                 places.add((page, offset))
-                pool[page][offset] = (position, token)
+                pool[page][offset] = (position, token, decoded)
 
     def _context(self, slot: int) -> list[int]:
         """The tokens before the slot's position, as attention finds them."""
@@ -132,9 +154,13 @@ class FakeRunner:
         for table, pool in zip(self.tables, self.pools):
             entries = itertools.chain.from_iterable(pool[page] for page in table[slot])
             readings.append(list(itertools.islice(entries, self.position[slot])))
-            assert [position for position, _ in readings[-1]] == [*range(self.position[slot])]
+            assert [entry[0] for entry in readings[-1]] == [*range(self.position[slot])]
         assert all(reading == readings[0] for reading in readings), "groups differ"
-        return [token for _, token in readings[0]]
+        if self.separate_phases:
+            prompt_len = len(self.request[slot].prompt)
+            for position, _, decoded in readings[0]:
+                assert decoded == (position >= prompt_len), "computed by the other program"
+        return [token for _, token, _ in readings[0]]
 
     def _sample(self, slot: int, live: bool) -> tuple[int, int]:
         if not live:
@@ -156,12 +182,18 @@ class FakeRunner:
 class Harness:
     """An engine over a `FakeRunner`; `step`, `submit` and `cancel` check every promise."""
 
-    def __init__(self, limits: SchedulerLimits, max_model_len: int, overlap: bool):
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        max_model_len: int,
+        overlap: bool,
+        policy: SchedulerPolicy | None = None,
+    ):
         self.max_model_len = max_model_len
-        scheduler = Scheduler(limits)
+        scheduler = Scheduler(limits, policy)
         self.engine = Engine(
             scheduler,
-            FakeRunner(limits, max_model_len),
+            FakeRunner(limits, max_model_len, scheduler.policy.separate_phases),
             EngineLimits(POISON + 1, max_model_len, limits.num_slots, max_model_len, 100, 10_000),
             overlap=overlap,
         )
@@ -179,12 +211,15 @@ class Harness:
         max_new_tokens: int,
         stop_ids: tuple[int, ...] = (),
         timeout: float | None = None,
+        scheduling: Scheduling | None = None,
+        group: str = "",
     ) -> str:
         request_id = f"r{len(self.requests)}"
         deadline = None if timeout is None else self.now + timeout
         request = Request(
-            request_id, tuple(prompt), GREEDY, max_new_tokens, 0, stop_ids, self.now, deadline
-        )
+            request_id, tuple(prompt), GREEDY, max_new_tokens, 0, stop_ids, self.now, deadline,
+            scheduling or Scheduling(), group,
+        )  # fmt: skip
         assert len(prompt) + max_new_tokens <= self.max_model_len
         self.requests[request_id] = request
         self.outputs[request_id] = []
@@ -210,8 +245,9 @@ class Harness:
         assert all(sequence.request.id in self.ends for sequence in due), "a deadline was missed"
         assert self.engine.counters.preemptions >= preempted
         # Whatever ended before this call was last in the step that this call read.
-        held = [step for step, _ in self.scheduler._releases]
-        assert all(step > self.scheduler._retired for step in held), "pages are kept too long"
+        pages = self.scheduler.pages
+        held = [step for step, _ in pages._releases]
+        assert all(step > pages.retired for step in held), "pages are kept too long"
         self.check()
         return events
 
@@ -225,7 +261,8 @@ class Harness:
         self.outputs[request_id] += event.tokens
         if event.finish is not None:
             self.ends[request_id] = event.finish
-            assert bool(event.error) == (event.finish is FinishReason.ERROR)
+            told = event.finish in (FinishReason.ERROR, FinishReason.LATE)
+            assert bool(event.error) == told
 
     def check(self) -> None:
         """Nothing leaks, everything is counted, every output is right so far."""
@@ -236,14 +273,17 @@ class Harness:
         assert (
             counters.received == counters.finished + counters.aborted + counters.refused + in_work
         )
-        assert sum(by_reason.values()) == counters.finished + counters.aborted
+        assert sum(by_reason.values()) == counters.finished + counters.aborted + counters.refused
         assert counters.generated_tokens == sum(map(len, self.outputs.values()))
         assert counters.prompt_tokens == sum(len(r.prompt) for r in self.requests.values())
         assert counters.preemptions == self.scheduler.preemptions
+        load, pages = self.engine.load(), self.scheduler.limits.num_pages
+        assert load.running + load.waiting == in_work and sum(load.pages) == sum(pages) - len(pages)
+        assert [len(states) for states in self.engine.page_states()] == list(pages)
 
     def drain(self) -> None:
         """Run to the end and compare every output with the one computed by hand."""
-        budget = 50 + 4 * sum(self._cost(r) for r in self.requests.values())
+        budget = 50 + 8 * sum(self._cost(r) for r in self.requests.values())
         while self.engine.has_work:
             budget -= 1
             assert budget > 0, "the engine makes no progress"
@@ -255,6 +295,10 @@ class Harness:
         for request_id, request in self.requests.items():
             self._compare(request_id, request)
 
+    def hit_rate(self) -> float:
+        """Of the prompt tokens that were looked up."""
+        return self.scheduler.prefix_hits / max(1, self.scheduler.prefix_queries)
+
     def _cost(self, request: Request) -> int:
         """Steps a request can take alone."""
         return 2 + request.max_new_tokens + len(request.prompt)
@@ -262,7 +306,9 @@ class Harness:
     def _compare(self, request_id: str, request: Request) -> None:
         tokens, finish = expected(request)
         end, output = self.ends[request_id], self.outputs[request_id]
-        if end in (FinishReason.CANCELLED, FinishReason.DEADLINE):
+        if end is FinishReason.LATE:
+            assert output == [] and request.deadline is not None
+        elif end in (FinishReason.CANCELLED, FinishReason.DEADLINE):
             assert output == tokens[: len(output)]
             assert (end is FinishReason.CANCELLED) == (request_id in self.cancelled)
         else:

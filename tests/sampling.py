@@ -13,14 +13,14 @@ from jaxinfer.runner import sampling_level
 from jaxinfer.sampler import VARIANTS, SampleRows, sample
 from jaxinfer.sequence import Sequence
 from jaxinfer.slot_state import (
-    OPTIONS_SIZE,
+    admission_size,
     admit,
     empty_history,
     empty_options,
     empty_slots,
     load_history,
+    pack_admissions,
     pack_history,
-    pack_options,
 )
 
 VOCAB = 1000  # four draw blocks, the last one partial
@@ -73,8 +73,8 @@ def run(logits: np.ndarray, rows: list[Row], variant: str, history=None) -> Samp
     for i, row in enumerate(rows):
         row.slot = i if row.slot is None else row.slot
     slots, options = empty_slots(num_slots, (1,)), empty_options(num_slots)
-    packed = pack_options([row.sequence() for row in rows], padded, num_slots)
-    assert packed.shape == (padded, OPTIONS_SIZE)
+    packed = pack_admissions([row.sequence() for row in rows], [], padded, num_slots, (1,))
+    assert packed.shape == (padded, admission_size((1,)))
     slots, options = jit_admit(slots, options, packed)
     if variant == "full" and history is None:
         history = empty_history(num_slots, logits.shape[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -191,3 +192,13 @@ def test_an_incomplete_command_line_is_refused_before_anything_is_loaded(argumen
     result = run_script("/no/such/model", *arguments)
     assert result.exit_code == 2
     assert named in result.output
+
+
+def test_a_worker_stands_still_between_its_turns():
+    worker = Worker("peer", [sys.executable, "-c", WORKER], vocab_size=100)
+    worker.measure(DECODE, seed=0)
+    _, status = os.waitpid(worker._process.pid, os.WUNTRACED)  # returns once it is stopped
+    assert os.WIFSTOPPED(status)
+    assert worker.measure(DECODE, seed=1) == 4.0
+    worker.close()
+    assert worker._process.poll() == 0

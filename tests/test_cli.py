@@ -79,7 +79,7 @@ def test_an_option_of_another_engine_is_refused_by_name():
 
 def test_no_option_of_ours_is_among_the_refused_and_advice_names_real_ones():
     command = typer.main.get_command(app).get_command(None, "serve")
-    ours = {name for parameter in command.params for name in parameter.opts}
+    ours = {n for p in command.params for n in (*p.opts, *p.secondary_opts)}
     assert not ours & set(ADVICE)
     named = {w.strip(",;:()") for text in ADVICE.values() for w in text.split() if w[:2] == "--"}
     assert named <= ours
@@ -92,7 +92,7 @@ def test_an_unknown_option_or_command_is_answered_with_the_nearest():
 
 
 def serve_options(monkeypatch, *args):
-    """What `serve` would hand to the server: (server config, names, dtype, engine config)."""
+    """What `serve` would hand to the server: (server config, what to serve)."""
     seen = []
 
     async def serve(*options):
@@ -102,28 +102,32 @@ def serve_options(monkeypatch, *args):
     monkeypatch.setattr(sys.modules["jaxinfer_service.cli.serve"], "_serve", serve)
     result = run("serve", "some/model", *args)
     assert result.exit_code == 0, result.output
-    config, model, names, dtype, engine = seen[0]
-    assert model == "some/model"
-    return config, names, dtype, engine
+    ((config, source),) = seen
+    assert source.model == "some/model"
+    return config, source
 
 
 def test_the_options_of_serve_reach_the_engine(monkeypatch):
-    config, names, dtype, engine = serve_options(monkeypatch)
-    assert (config.host, config.port, names, dtype) == ("127.0.0.1", 50051, ["model"], None)
+    config, source = serve_options(monkeypatch)
+    assert (config.host, config.port) == ("127.0.0.1", 50051)
+    assert (source.names, source.dtype, source.preset) == (["model"], None, "")
+    assert source.engine == EngineConfig()
     args = {
         "--host": "::1", "--port": 7, "--served-model-name": "n", "--drain-timeout": 3,
         "--stall-timeout": 4, "--dtype": "bfloat16", "--max-model-len": "8k",
         "--max-num-seqs": 9, "--max-num-batched-tokens": "1K", "--kv-cache-memory": "2GiB",
         "--kv-cache-dtype": "float16", "--gpu-memory-utilization": 0.5, "--block-size": 32,
         "--tensor-parallel-size": 2, "--max-queued-requests": 5, "--max-queued-tokens": "6k",
+        "--kv-watermark": 0.25, "--kv-offload-gib": 1.5, "--priority-ageing": 8,
+        "--tpot-target-ms": 50, "--batch-priority": 3, "--interactive-reserve": 0.5,
+        "--tenant-weight": "a=b=2",
     }  # fmt: skip
     flat = [str(part) for pair in args.items() for part in pair]
-    config, names, dtype, engine = serve_options(
-        monkeypatch, *flat, "--served-model-name", "m", "--no-overlap"
-    )
+    more = ("--served-model-name", "m", "--no-overlap", "--no-prefix-cache", "--deterministic")
+    config, source = serve_options(monkeypatch, *flat, *more, "--tenant-weight", "b=0.5")
     assert (config.host, config.port, config.drain_timeout, config.stall_limit) == ("::1", 7, 3, 4)
-    assert (names, dtype) == (["n", "m"], "bfloat16")
-    assert dataclasses.replace(engine, dtype="float32") == EngineConfig(
+    assert (source.names, source.dtype) == (["n", "m"], "bfloat16")
+    assert source.engine == EngineConfig(
         max_num_seqs=9,
         max_model_len=8000,
         max_num_batched_tokens=1024,
@@ -135,7 +139,18 @@ def test_the_options_of_serve_reach_the_engine(monkeypatch):
         tensor_parallel_size=2,
         max_queued_requests=5,
         max_queued_tokens=6000,
+        prefix_cache=False,
+        kv_watermark=0.25,
+        kv_offload_bytes=3 << 29,
+        priority_ageing=8,
+        tenant_weights=(("a=b", 2.0), ("b", 0.5)),
+        tpot_target_ms=50,
+        batch_priority=3,
+        interactive_reserve=0.5,
+        deterministic=True,
     )
+    changed = dataclasses.asdict(source.engine).items() - dataclasses.asdict(EngineConfig()).items()
+    assert {"dtype"} == {f.name for f in dataclasses.fields(EngineConfig)} - dict(changed).keys()
 
 
 def test_a_config_file_is_below_the_command_line_and_above_the_defaults(monkeypatch, tmp_path):
@@ -144,12 +159,13 @@ def test_a_config_file_is_below_the_command_line_and_above_the_defaults(monkeypa
         "max-model-len: 8k\nmax_num_seqs: 4\nserved-model-name: [a, b]\nno-overlap: true"
     )
     args = ("--config", file, "--max-num-seqs", "5")
-    _, names, _, engine = serve_options(monkeypatch, *args)
+    _, source = serve_options(monkeypatch, *args)
+    engine = source.engine
     assert (engine.max_model_len, engine.max_num_seqs, engine.page_size) == (8000, 5, 64)
-    assert names == ["a", "b"] and not engine.overlap
+    assert source.names == ["a", "b"] and not engine.overlap
     for text, words_of_error in (
         ("max-num-seq: 4", "did you mean max-num-seqs?"),
-        ("swap-space: 4", "swap-space: KV pages stay on the device"),
+        ("swap-space: 4", "swap-space: use --kv-offload-gib"),
         ("- 4", "must hold options"),
         ("a: [", "cannot be read"),
         ("max-model-len: 8q", "is not a number such as"),
@@ -173,7 +189,7 @@ def test_help_is_grouped_and_imports_no_jax():
         [sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    for word in ("Run a model", "Checkpoints", "Measure", "serve", "bench"):
+    for word in ("Run a model", "Watch", "Checkpoints", "Measure", "serve", "top", "bench"):
         assert word in done.stdout
     bench = run("bench", "--help")
     assert bench.exit_code == 0 and {"throughput", "serve"} <= set(bench.output.split())

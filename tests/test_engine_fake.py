@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from fakes import GREEDY, POISON, Harness, expected, next_token, scheduler_limits
@@ -9,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from jaxinfer.request import Abort, FinishReason, Request, SamplingParams, Submit
+from jaxinfer.policy import SchedulerPolicy
+from jaxinfer.request import Abort, FinishReason, Request, SamplingParams, Scheduling, Submit
 
 MAX_MODEL_LEN = 24
 PAGE_SIZE = 4
@@ -26,21 +29,41 @@ class EngineMachine(RuleBasedStateMachine):
         chunk=st.integers(1, 20),
         spare=st.integers(0, 6),
         groups=st.integers(1, 2),
+        policy=st.builds(
+            SchedulerPolicy,
+            prefix_cache=st.booleans(),
+            watermark=st.sampled_from([0.0, 0.01, 0.3]),
+            ageing=st.sampled_from([2.0, 30.0]),
+            tenant_weights=st.sampled_from([(), (("a", 3.0),)]),
+            tpot_target=st.none() | st.just(1.5),
+            interactive_reserve=st.sampled_from([0.0, 0.4]),
+            separate_phases=st.booleans(),
+        ),
+        host_pages=st.sampled_from([0, 3, 12]),
     )
-    def start(self, overlap, num_slots, chunk, spare, groups):
+    def start(self, overlap, num_slots, chunk, spare, groups, policy, host_pages):
         pages = tuple(FEWEST_PAGES + spare + group for group in range(groups))
         limits = scheduler_limits(num_slots, chunk, PAGE_SIZE, pages)
-        self.harness = Harness(limits, MAX_MODEL_LEN, overlap)
+        policy = dataclasses.replace(policy, host_pages=(host_pages,) * groups)
+        self.harness = Harness(limits, MAX_MODEL_LEN, overlap, policy)
 
     @rule(
         prompt=st.lists(st.integers(0, POISON - 1), min_size=1, max_size=MAX_MODEL_LEN - 1),
+        like=st.none() | st.integers(0, 40),
         output=st.integers(1, MAX_MODEL_LEN),
         stops=st.sets(st.integers(0, POISON - 1), max_size=5),
         timeout=st.none() | st.integers(0, 12),
+        priority=st.integers(-1, 2),
+        tenant=st.sampled_from(["", "a"]),
     )
-    def submit(self, prompt, output, stops, timeout):
+    def submit(self, prompt, like, output, stops, timeout, priority, tenant):
+        """`like` continues an earlier request's prompt and answer, as a conversation does."""
+        earlier = self.harness.requests.get(f"r{like}")
+        if earlier is not None:
+            prompt = [*earlier.prompt, *self.harness.outputs[earlier.id], *prompt]
+            prompt = prompt[: MAX_MODEL_LEN - 1]
         output = min(output, MAX_MODEL_LEN - len(prompt))
-        self.harness.submit(prompt, output, tuple(stops), timeout)
+        self.harness.submit(prompt, output, tuple(stops), timeout, Scheduling(priority, tenant))
 
     @rule(at=st.integers(0, 3))
     def submit_poison(self, at):

@@ -51,7 +51,8 @@ async def running(engine, **options):
 
 async def whole(front, prompt, params=GREEDY, **kwargs):
     async with await front.submit(prompt, params, **kwargs) as stream:
-        return await stream.collect()
+        (only,) = await stream.collect()
+        return only
 
 
 async def until(condition, timeout=5.0):
@@ -218,7 +219,7 @@ async def test_a_full_queue_refuses_and_what_was_accepted_finishes():
         engine.gate.set()
         for stream in accepted:
             async with stream:
-                assert (await stream.collect()).text == "abc"
+                assert (await stream.collect())[0].text == "abc"
         assert front.counters.refused == 9_900 and front.counters.finished == 100
         assert balanced(front.counters, engine)
 
@@ -308,7 +309,7 @@ async def test_draining_ends_the_waiting_and_lets_the_running_finish():
         with pytest.raises(EngineStoppedError, match="shutting down"):
             await front.submit("x", GREEDY)
         for stream in streams[:2]:
-            assert (await stream.collect()).finish.reason is FinishReason.EOS
+            assert (await stream.collect())[0].finish.reason is FinishReason.EOS
         for stream in streams[2:]:
             with pytest.raises(EngineStoppedError, match="shutting down"):
                 await stream.collect()
@@ -363,13 +364,13 @@ async def test_a_fault_in_one_output_ends_that_request_alone():
     async with running(engine) as front:
         engine.gate.clear()
         broken, sound = [await front.submit("x", GREEDY) for _ in range(2)]
-        broken._output._detokenizer = None
+        broken.samples[0].output._detokenizer = None
         engine.gate.set()
         async with asyncio.timeout(5):
-            failed = await broken.collect()
+            (failed,) = await broken.collect()
         assert failed.finish.reason is FinishReason.ERROR
         assert "cannot be decoded" in failed.finish.error and failed.timing.total >= 0
-        assert (await sound.collect()).text == "a" * 30
+        assert (await sound.collect())[0].text == "a" * 30
         await until(lambda: not engine.has_work)
         assert engine.ended == {"r1": FinishReason.ERROR, "r2": FinishReason.EOS}
         assert balanced(front.counters, engine)

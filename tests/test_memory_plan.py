@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from jaxinfer import memory_plan
 from jaxinfer.config import EngineConfig, ModelConfig
-from jaxinfer.kv_pool import kv_groups, pages_for, pages_that_fit
+from jaxinfer.kv_pool import host_pages_for, kv_groups, pages_for, pages_that_fit
 from jaxinfer.memory_plan import CPU_POOL_BYTES, MemoryPlanError, plan_memory, workspace_bytes
+from jaxinfer.page_transfer import BATCH, MOST_BATCHES
 from jaxinfer.platform import allocator_fraction
 from jaxinfer.sizes import size_text
 
@@ -142,6 +143,41 @@ def test_tensor_parallel_devices_share_the_pool():
     two = dataclasses.replace(CONFIG, tensor_parallel_size=2, kv_pool_bytes=200 * PAGE_BYTES)
     memory, (group,) = plan(two, weights=2 * GIB)
     assert group.num_pages == 400 and memory.pool_bytes == 200 * PAGE_BYTES
+
+
+def test_offloading_takes_host_memory_and_room_for_pages_on_their_way(monkeypatch):
+    virtual = types.SimpleNamespace(total=256 * GIB, available=100 * GIB)
+    monkeypatch.setattr(memory_plan.psutil, "virtual_memory", lambda: virtual)
+    offload = dataclasses.replace(CONFIG, max_num_seqs=1000, kv_offload_bytes=30 * GIB + 5)
+    plain, (fewer,) = plan(dataclasses.replace(offload, kv_offload_bytes=0))
+    memory, (group,) = plan(offload)
+    assert (plain.host_bytes, plain.transfer_bytes) == (0, 0)
+    assert memory.host_bytes == host_pages_for((group,), 30 * GIB)[0] * PAGE_BYTES == 30 * GIB
+    assert memory.transfer_bytes == 2 * MOST_BATCHES * BATCH * PAGE_BYTES
+    assert memory.workspace_bytes >= 2 * BATCH * PAGE_BYTES, "the temporaries of one program"
+    taken = (fewer.num_pages - group.num_pages) * PAGE_BYTES
+    assert 0 <= taken - memory.transfer_bytes < 17 * PAGE_BYTES, "of the device: nothing else"
+    host, (on_host,) = plan(offload, on=device("cpu", 0))
+    more = dataclasses.replace(offload, kv_pool_bytes=int(256 * GIB * 0.9))
+    with pytest.raises(MemoryPlanError, match="leave 6"):  # 104 available, less 30 for the host's
+        plan(more, on=device("cpu", 0))
+    assert host.usable_bytes == 104 * GIB + host.slot_bytes - host.host_bytes
+    assert on_host.num_pages * PAGE_BYTES <= CPU_POOL_BYTES
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (PAGE_BYTES // 2, r"kv_offload_bytes is 2 MiB; it must hold one page of 4 MiB"),
+        (7 * GIB, r"kv_offload_bytes is 7.00 GiB; .* fit into the 6.00 GiB of host memory that"),
+    ],
+    ids=["no page", "too much"],
+)
+def test_offloading_that_cannot_be_is_refused(monkeypatch, asked, message):
+    virtual = types.SimpleNamespace(total=8 * GIB, available=6 * GIB)
+    monkeypatch.setattr(memory_plan.psutil, "virtual_memory", lambda: virtual)
+    with pytest.raises(MemoryPlanError, match=message):
+        plan(dataclasses.replace(CONFIG, kv_offload_bytes=asked))
 
 
 def test_the_workspace_grows_with_what_needs_it():

@@ -33,7 +33,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         pages = data.draw(
             st.lists(st.sampled_from(self.held), unique=True) if self.held else st.just([])
         )
-        self.allocator.free(pages)
+        self.allocator.release(pages)
         self.held = [page for page in self.held if page not in pages]
 
     @rule(data=st.data(), wrong=st.integers(-3, 25))
@@ -45,7 +45,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         if wrong in self.held and wrong not in good:
             return
         with pytest.raises(ValueError, match="page"):
-            self.allocator.free([*good, wrong])
+            self.allocator.release([*good, wrong])
 
     @invariant()
     def everything_is_accounted_for(self):
@@ -63,7 +63,7 @@ def test_the_last_freed_page_is_reused_first():
     allocator = PageAllocator(10)
     first = allocator.allocate(6)
     assert first == [1, 2, 3, 4, 5, 6]
-    allocator.free([2, 5])
+    allocator.release([2, 5])
     assert allocator.allocate(3) == [2, 5, 7]
 
 
@@ -84,6 +84,6 @@ def test_check_invariants_notices(damage):
     elif damage == "null free":
         allocator._free.append(NULL_PAGE)
     else:
-        allocator._used[NULL_PAGE] = 1
+        allocator._holders[NULL_PAGE] = 1
     with pytest.raises(AssertionError):
         allocator.check_invariants()

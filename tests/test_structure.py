@@ -21,15 +21,22 @@ MAY_IMPORT = {
 }
 HOST_ONLY = (  # the host's decisions: no array library but NumPy
     "config",
+    "deadlines",
+    "load",
+    "pace",
     "page_allocator",
+    "policy",
+    "prefix_cache",
     "request",
     "sampler_outcomes",
     "scheduler",
     "sequence",
+    "sequence_pages",
     "step_plan",
     "validation",
+    "waiting_queue",
 )
-HOMES_OF_JIT = {"jaxinfer/step.py", "jaxinfer/sampler.py"}
+HOMES_OF_JIT = {"jaxinfer/step.py", "jaxinfer/sampler.py", "jaxinfer/page_transfer.py"}
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60  # lines; of a function, those of its body
 
 

@@ -6,7 +6,14 @@ import math
 
 import pytest
 
-from jaxinfer.request import MAX_LOGIT_BIAS, MAX_SEED, MAX_STOP_IDS, RequestError, SamplingParams
+from jaxinfer.request import (
+    MAX_LOGIT_BIAS,
+    MAX_SEED,
+    MAX_STOP_IDS,
+    RequestError,
+    SamplingParams,
+    Scheduling,
+)
 from jaxinfer.validation import EngineLimits, build_request
 
 LIMITS = EngineLimits(
@@ -46,6 +53,7 @@ NAN, INF = math.nan, math.inf
         "seed": [-1, MAX_SEED + 1, 0.5],
         "max_new_tokens": [0, -1, 1.5, 16, 2**63],
         "logprobs": [-1, 21, 0.5],
+        "n": [0, -1, 65, 1.5, True, None],
     }.items(),
 )
 def test_values_out_of_range_are_refused_by_name(field, values):
@@ -68,6 +76,7 @@ def test_values_out_of_range_are_refused_by_name(field, values):
         "seed": [0, MAX_SEED],
         "max_new_tokens": [1, 15],
         "logprobs": [0, 20],
+        "n": [1, 4],
         "logit_bias": [(), ((0, -100.0), (99, 100))],
         "stop": [("a",), tuple("abcdefgh"), ("x" * 1024,)],
         "stop_token_ids": [(0, 99), tuple(range(4, 4 + MAX_STOP_IDS - len(EOS)))],
@@ -109,6 +118,35 @@ def test_stop_strings_and_ids_are_bounded():
     too_many = tuple(range(4, 4 + MAX_STOP_IDS - 1))
     assert str(MAX_STOP_IDS) in violations(stop_token_ids=too_many)["stop_token_ids"]
     build(stop_token_ids=too_many, ignore_eos=True)
+
+
+def scheduled(**fields):
+    scheduling = Scheduling(**fields)
+    return build_request([1], SamplingParams(), LIMITS, EOS, "r1", 0.0, scheduling=scheduling)
+
+
+@pytest.mark.parametrize(
+    ("field", "bad", "words"),
+    [
+        ("priority", -1001, "from -1000 to 1000"),
+        ("priority", 1001, "from -1000 to 1000"),
+        ("priority", 0.5, "must be an integer"),
+        ("tenant", "x" * 257, "at most 256"),
+        ("tenant", None, "must be a string"),
+        ("cache_salt", "x" * 257, "at most 256"),
+        ("cache_salt", "a\ud800", "surrogate"),
+    ],
+)
+def test_scheduling_out_of_range_is_refused_by_name(field, bad, words):
+    with pytest.raises(RequestError) as caught:
+        scheduled(**{field: bad})
+    (violation,) = caught.value.violations
+    assert violation.field == field and words in violation.message
+
+
+def test_scheduling_at_the_limits_is_taken():
+    for fields in ({"priority": -1000}, {"priority": 1000}, {"tenant": "\U0001f600" * 256}):
+        assert scheduled(**fields).scheduling == Scheduling(**fields)
 
 
 def test_all_violations_come_at_once():

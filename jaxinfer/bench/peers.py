@@ -9,6 +9,7 @@ tokens a second of one long prompt until its first token.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -94,7 +95,11 @@ class Ours:
 
 
 class Worker:
-    """A peer in a process of its own that stays warm: jobs in, step marks out, as JSON lines."""
+    """A peer in a process of its own that stays warm: jobs in, step marks out, as JSON lines.
+
+    Between its turns the process is stopped: idle peers whose threads wait in a loop would take
+    the processor from whoever is being measured.
+    """
 
     def __init__(self, name: str, command: Sequence[str], vocab_size: int):
         self.name, self.vocab_size = name, vocab_size
@@ -105,7 +110,9 @@ class Worker:
     def measure(self, cell: Cell, seed: int) -> float:
         items = cell.items(self.vocab_size, seed)
         prompts = [item.prompt for item in items]
+        self._process.send_signal(signal.SIGCONT)
         answer = self._ask({"prompts": prompts, "output_len": items[0].output_len})
+        self._process.send_signal(signal.SIGSTOP)
         return cell.rate([StepMark(*mark) for mark in answer["marks"]])
 
     def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -121,6 +128,7 @@ class Worker:
         raise RuntimeError(f"{self.name} ended with exit code {self._process.wait()}, see above")
 
     def close(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
         if self._process.stdin:
             self._process.stdin.close()
         try:

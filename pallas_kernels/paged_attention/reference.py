@@ -23,9 +23,10 @@ def paged_attention(
     kv_lens: Int[Array, " S"],
     scale: float,
     dynamic: bool,
+    block: int | None,
 ) -> Float[Array, "S KV G hd"]:
     """See the package. `dynamic` stops at the longest live row instead of the table's end."""
-    table, span = _whole_blocks(page_table, k_pool.shape[2], q.shape[0])
+    table, span = _whole_blocks(page_table, k_pool.shape[2], block or _block_for(q.shape[0]))
     trips = _trips(jnp.max(kv_lens), table, span, k_pool.shape[2], dynamic)
     scaled = (q * scale).astype(k_pool.dtype)
 
@@ -47,11 +48,12 @@ def paged_prefill(
     tiles: Int[Array, "T 4"],
     scale: float,
     dynamic: bool,
+    block: int | None,
 ) -> Float[Array, "C KV G hd"]:
     """See the package. Each tile attends block by block up to its own last position."""
     rows, kv_heads, group, head_dim = q.shape
     page_size = k_pool.shape[2]
-    table, span = _whole_blocks(page_table, page_size, rows=TILE_ROWS)
+    table, span = _whole_blocks(page_table, page_size, block or _block_for(TILE_ROWS))
     # Tiles may overrun their rows into the next tile's, which then overwrites them.
     padded = jnp.pad((q * scale).astype(k_pool.dtype), ((0, TILE_ROWS), (0, 0), (0, 0), (0, 0)))
 
@@ -82,11 +84,14 @@ def paged_prefill(
     return lax.fori_loop(0, trips, tile, jnp.zeros(padded.shape, q.dtype))[:rows]
 
 
+def _block_for(rows: int) -> int:
+    return min(max(ROWS_TIMES_BLOCK // rows, MIN_BLOCK), MAX_BLOCK)
+
+
 def _whole_blocks(
-    table: Int[Array, "N W"], page_size: int, rows: int
+    table: Int[Array, "N W"], page_size: int, block: int
 ) -> tuple[Int[Array, "N W2"], int]:
     """The table padded with null pages to whole blocks, and the pages in a block."""
-    block = min(max(ROWS_TIMES_BLOCK // rows, MIN_BLOCK), MAX_BLOCK)
     span = max(1, block // page_size)
     return jnp.pad(table, ((0, 0), (0, -table.shape[1] % span))), span
 

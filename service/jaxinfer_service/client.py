@@ -1,4 +1,4 @@
-"""A small client of jaxinfer.v1.Inference: needs grpc alone, no JAX.
+"""A small client of jaxinfer.v1: needs grpc alone, no JAX.
 
     with Client("localhost:50051") as client:
         client.wait_ready()
@@ -6,8 +6,9 @@
             print(chunk.text, end="", flush=True)
 
 A prompt is a text, token ids, or chat messages ({"role": ..., "content": ...}); further keywords
-are fields of the `Sampling` message. Calls raise grpc.RpcError; `violations` reads its details.
-`AsyncClient` is the same for asyncio.
+are `priority`, `tenant`, `cache_salt` and the fields of the `Sampling` message. With `n` samples,
+each chunk has its sample's `index`. `control` is the stub of jaxinfer.v1.Control. Calls raise
+grpc.RpcError; `violations` reads its details. `AsyncClient` is the same for asyncio.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+from jaxinfer_service.pb.jaxinfer.v1 import control_pb2_grpc, inference_pb2_grpc
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
-from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2_grpc
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -37,9 +38,23 @@ _POLL_SECONDS = 0.2
 _CHECK_SECONDS = 2.0  # a server that is compiling may take its time to answer
 
 
-def generate_request(prompt: Prompt, model: str = "", **sampling: Any) -> pb.GenerateRequest:
+def generate_request(
+    prompt: Prompt,
+    model: str = "",
+    *,
+    priority: int | None = None,
+    tenant: str = "",
+    cache_salt: str = "",
+    **sampling: Any,
+) -> pb.GenerateRequest:
     """The message that asks for an answer to `prompt`."""
-    request = pb.GenerateRequest(model=model, sampling=pb.Sampling(**sampling))
+    request = pb.GenerateRequest(
+        model=model,
+        sampling=pb.Sampling(**sampling),
+        priority=priority,
+        tenant=tenant,
+        cache_salt=cache_salt,
+    )
     if isinstance(prompt, str):
         request.text = prompt
     elif prompt and isinstance(prompt[0], Mapping):
@@ -78,6 +93,7 @@ class Client:
         self.target = target
         self.channel = grpc.insecure_channel(target, options=_OPTIONS)
         self.stub = inference_pb2_grpc.InferenceStub(self.channel)
+        self.control = control_pb2_grpc.ControlStub(self.channel)
         self._health = health_pb2_grpc.HealthStub(self.channel)
 
     def __enter__(self) -> Self:
@@ -136,6 +152,7 @@ class AsyncClient:
         self.target = target
         self.channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
         self.stub: Any = inference_pb2_grpc.InferenceStub(self.channel)
+        self.control: Any = control_pb2_grpc.ControlStub(self.channel)
         self._health: Any = health_pb2_grpc.HealthStub(self.channel)
 
     async def __aenter__(self) -> Self:

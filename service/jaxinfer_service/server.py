@@ -16,7 +16,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,11 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jaxinfer.frontend import EngineLink, Frontend, OnEvents, OnStop
-from jaxinfer.text import TextProcessor
-from jaxinfer_service.servicer import SERVICE_NAME, InferenceService, ServedModel
+from jaxinfer.frontend import Frontend
+from jaxinfer_service import control, servicer
+from jaxinfer_service.control import ControlService
+from jaxinfer_service.model import OpenedModel, ServedModel
+from jaxinfer_service.servicer import InferenceService
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )
+_SERVICES = (servicer.SERVICE_NAME, control.SERVICE_NAME)
 CHECK_SECONDS = 0.25  # how often health looks at the engine
 _HANDLERS_GRACE = 5.0  # seconds for handlers to write what the drain left them
 
@@ -65,15 +68,6 @@ class ServerConfig:
     stall_limit: float = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedModel:
-    """A model ready to serve: its text side, and how to connect to its engine."""
-
-    names: Sequence[str]
-    text: TextProcessor
-    connect: Callable[[OnEvents, OnStop], EngineLink]
-
-
 class Server:
     """Serves what `open_model` gives; `open_model` runs in a thread once the port is bound."""
 
@@ -82,6 +76,7 @@ class Server:
         self.port = 0  # the real one, once bound
         self._open_model = open_model
         self._service = InferenceService()
+        self._control = ControlService()
         self._health = health.aio.HealthServicer()
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -120,9 +115,9 @@ class Server:
             self.port = server.add_insecure_port(address)
         except RuntimeError as error:  # taken since it was checked
             raise ListenError(f"cannot listen on {address}: {error}") from error
-        server.add_generic_rpc_handlers((self._service.handler(),))
+        server.add_generic_rpc_handlers((self._service.handler(), self._control.handler()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         return server
 
@@ -152,7 +147,7 @@ class Server:
     async def _serve(self, opened: OpenedModel) -> None:
         frontend = Frontend(opened.text, opened.connect, self.config.stall_limit)
         frontend.start()
-        self._service.served = ServedModel(tuple(opened.names), frontend)
+        self._service.served = self._control.served = ServedModel(opened, frontend)
         watch = asyncio.create_task(self._watch(frontend))
         try:
             await self._stopping.wait()
@@ -162,6 +157,7 @@ class Server:
             await self._set_health(serving=False)
         await _first(frontend.drain(self.config.drain_timeout), self._hurry.wait())
         await asyncio.to_thread(frontend.stop)
+        self._control.close()
         logger.info("stopped", extra=dataclasses.asdict(frontend.counters))
 
     async def _watch(self, frontend: Frontend) -> None:
@@ -180,7 +176,7 @@ class Server:
 
     async def _set_health(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse
-        for name in ("", SERVICE_NAME):
+        for name in ("", *_SERVICES):
             await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
 

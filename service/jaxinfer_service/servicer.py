@@ -1,40 +1,27 @@
 """The Inference service: messages in, the front's streams out.
 
-Handlers receive bytes and parse them here, because gRPC itself would answer undecodable ones with
-INTERNAL. They raise; `status.abort` turns what they raise into a status. A cancelled call cancels
-its handler, which leaves its stream, which ends the request in the engine.
+A cancelled call cancels its handler, which leaves its stream, which ends the request in the engine.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import grpc
 from google.protobuf.message import Message
 
-from jaxinfer.frontend import Frontend, Stream
-from jaxinfer.request import EngineStoppedError
+from jaxinfer.stream import Stream
 from jaxinfer.text import Delta
 from jaxinfer_service import status, wire
+from jaxinfer_service.handlers import Context, streaming, unary
+from jaxinfer_service.model import ServedModel, loaded
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _FOREVER = 1e9  # seconds; what gRPC gives as the time remaining of a call without deadline is more
-
-Context = grpc.aio.ServicerContext
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The model behind the service. Requests may call it by any of its names."""
-
-    names: tuple[str, ...]
-    frontend: Frontend
 
 
 class InferenceService:
@@ -48,36 +35,45 @@ class InferenceService:
         return grpc.method_handlers_generic_handler(
             SERVICE_NAME,
             {
-                "Generate": _unary(pb.GenerateRequest, self.generate),
-                "GenerateStream": _streaming(pb.GenerateRequest, self.generate_stream),
-                "Tokenize": _unary(pb.TokenizeRequest, self.tokenize),
-                "Detokenize": _unary(pb.DetokenizeRequest, self.detokenize),
+                "Generate": unary(pb.GenerateRequest, self.generate),
+                "GenerateStream": streaming(pb.GenerateRequest, self.generate_stream),
+                "Tokenize": unary(pb.TokenizeRequest, self.tokenize),
+                "Detokenize": unary(pb.DetokenizeRequest, self.detokenize),
             },
         )
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> Message:
         model = self._model(request.model)
         async with await self._submit(model, request, context) as stream:
-            whole = await stream.collect()
-        status.check_finish(whole.finish)
-        response = pb.GenerateResponse(request_id=stream.request.id, model=model.names[0])
-        wire.fill(response, whole)
-        wire.fill_end(response, whole, len(stream.request.prompt), len(whole.token_ids))
-        _log_end(stream, whole, len(whole.token_ids))
+            samples = [Delta(index) for index in range(len(stream.samples))]
+            async for delta in stream:
+                status.check_finish(delta.finish)
+                samples[delta.index].extend(delta)
+        response = pb.GenerateResponse(request_id=stream.id, model=model.names[0])
+        first, *more = samples
+        wire.fill(response, first)
+        for sample in more:
+            wire.fill(response.more.add(), sample)
+        generated = sum(len(sample.token_ids) for sample in samples)
+        wire.fill_end(response, samples, len(stream.prompt), generated)
+        _log_end(stream, samples, generated)
         return response
 
     async def generate_stream(self, request: pb.GenerateRequest, context: Context) -> None:
         model = self._model(request.model)
-        generated = 0
+        generated, ends = 0, list[Delta]()
         async with await self._submit(model, request, context) as stream:
-            chunk = pb.GenerateChunk(request_id=stream.request.id, model=model.names[0])
+            chunk = pb.GenerateChunk(request_id=stream.id, model=model.names[0])
             async for delta in stream:
                 status.check_finish(delta.finish)
                 generated += len(delta.token_ids)
+                chunk.index = delta.index
                 wire.fill(chunk, delta)
                 if delta.finish is not None:
-                    wire.fill_end(chunk, delta, len(stream.request.prompt), generated)
-                    _log_end(stream, delta, generated)
+                    ends.append(delta)
+                    if len(ends) == len(stream.samples):
+                        wire.fill_end(chunk, ends, len(stream.prompt), generated)
+                        _log_end(stream, ends, generated)
                 await context.write(chunk)
                 chunk = pb.GenerateChunk()
 
@@ -95,12 +91,11 @@ class InferenceService:
         return pb.DetokenizeResponse(text=await frontend.decode(request.token_ids, skip))
 
     def _model(self, name: str) -> ServedModel:
-        if self.served is None:
-            raise EngineStoppedError("the server is loading its model")
-        if name and name not in self.served.names:
-            served = ", ".join(self.served.names)
+        model = loaded(self.served)
+        if name and name not in model.names:
+            served = ", ".join(model.names)
             raise status.ModelNotFoundError(f"model {name!r} is not served here; {served} is")
-        return self.served
+        return model
 
     async def _submit(
         self, model: ServedModel, request: pb.GenerateRequest, context: Context
@@ -110,48 +105,19 @@ class InferenceService:
             raise status.DeadlineError("the deadline had passed when the call came")
         if timeout is not None and timeout > _FOREVER:
             timeout = None
-        params = wire.params_of(request.sampling)
+        params, scheduling = wire.params_of(request.sampling), wire.scheduling_of(request)
         with wire.named(request):
-            return await model.frontend.submit(wire.prompt_of(request), params, timeout)
+            return await model.frontend.submit(wire.prompt_of(request), params, timeout, scheduling)
 
 
-def _unary(
-    kind: type[Message], method: Callable[[Any, Context], Awaitable[Message]]
-) -> grpc.RpcMethodHandler:
-    async def call(data: bytes, context: Context) -> bytes:
-        try:
-            response = await method(wire.parse(kind, data), context)
-            return response.SerializeToString()
-        except Exception as error:
-            await status.abort(context, error)
-            raise  # not reached: abort raises
-
-    return grpc.unary_unary_rpc_method_handler(call)
-
-
-def _streaming(
-    kind: type[Message], method: Callable[[Any, Context], Awaitable[None]]
-) -> grpc.RpcMethodHandler:
-    async def call(data: bytes, context: Context) -> None:
-        try:
-            await method(wire.parse(kind, data), context)
-        except Exception as error:
-            await status.abort(context, error)
-
-    return grpc.unary_stream_rpc_method_handler(
-        call, response_serializer=lambda message: message.SerializeToString()
-    )
-
-
-def _log_end(stream: Stream, delta: Delta, generated: int) -> None:
-    assert delta.finish is not None and delta.timing is not None
+def _log_end(stream: Stream, ends: Sequence[Delta], generated: int) -> None:
     logger.debug(
         "finished",
         extra={
-            "request": stream.request.id,
-            "reason": delta.finish.reason.value,
-            "prompt_tokens": len(stream.request.prompt),
+            "request": stream.id,
+            "reason": ",".join(end.finish.reason.value for end in ends if end.finish),
+            "prompt_tokens": len(stream.prompt),
             "generated_tokens": generated,
-            "seconds": round(delta.timing.total, 4),
+            "seconds": round(max(end.timing.total for end in ends if end.timing), 4),
         },
     )

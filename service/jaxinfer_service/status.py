@@ -24,8 +24,12 @@ class ModelNotFoundError(LookupError):
     """The request names a model that is not served here."""
 
 
+class CallNotFoundError(LookupError):
+    """No call of this id runs or waits."""
+
+
 class DeadlineError(RuntimeError):
-    """The call's deadline passed."""
+    """The call's deadline passed, or would before the first token."""
 
 
 class RequestAbortedError(RuntimeError):
@@ -41,6 +45,7 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
     QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     EngineStoppedError: grpc.StatusCode.UNAVAILABLE,
     ModelNotFoundError: grpc.StatusCode.NOT_FOUND,
+    CallNotFoundError: grpc.StatusCode.NOT_FOUND,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     RequestAbortedError: grpc.StatusCode.ABORTED,
     RequestFailedError: grpc.StatusCode.INTERNAL,
@@ -53,6 +58,8 @@ def check_finish(finish: Finish | None) -> None:
         return
     if finish.reason is FinishReason.DEADLINE:
         raise DeadlineError("the deadline passed before the output was complete")
+    if finish.reason is FinishReason.LATE:
+        raise DeadlineError(finish.error)
     if finish.reason is FinishReason.CANCELLED:
         raise RequestAbortedError("the request was aborted on the server")
     if finish.reason is FinishReason.ERROR:

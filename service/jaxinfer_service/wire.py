@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from jaxinfer.request import FinishReason, RequestError, SamplingParams, TokenLogprobs, Violation
+from jaxinfer.request import (
+    FinishReason,
+    RequestError,
+    SamplingParams,
+    Scheduling,
+    TokenLogprobs,
+    Violation,
+)
 from jaxinfer.text import Delta, Finish, Prompt
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
 
 _SCALARS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "max_new_tokens", "include_stop", "ignore_eos", "logprobs",
-    "skip_special_tokens",
+    "skip_special_tokens", "n",
 )  # fmt: skip
 
 _REASONS = {
@@ -99,29 +106,36 @@ def params_of(sampling: pb.Sampling) -> SamplingParams:
     )
 
 
-def fill(message: pb.GenerateResponse | pb.GenerateChunk, delta: Delta) -> None:
-    """Put a delta's text, tokens and logprobs into a message."""
+def scheduling_of(request: pb.GenerateRequest) -> Scheduling:
+    return Scheduling(request.priority, request.tenant, request.cache_salt)
+
+
+def fill(message: pb.GenerateResponse | pb.GenerateChunk | pb.Sample, delta: Delta) -> None:
+    """Put a delta's text, tokens, logprobs and end into a message."""
     message.text = delta.text
     message.token_ids.extend(delta.token_ids)
     message.logprobs.extend(
         _logprobs(token, entry) for token, entry in zip(delta.token_ids, delta.logprobs)
     )
+    if delta.finish is not None:
+        message.finish.CopyFrom(_finish(delta.finish))
 
 
 def fill_end(
     message: pb.GenerateResponse | pb.GenerateChunk,
-    delta: Delta,
+    ends: Sequence[Delta],
     prompt_tokens: int,
     generated_tokens: int,
 ) -> None:
-    """Put the end of an output into a message: why, how much, how long."""
-    assert delta.finish is not None and delta.timing is not None
-    message.finish.CopyFrom(_finish(delta.finish))
-    message.usage.prompt_tokens = prompt_tokens
-    message.usage.generated_tokens = generated_tokens
-    message.timing.queued = delta.timing.queued or 0.0
-    message.timing.first_token = delta.timing.first_token or 0.0
-    message.timing.total = delta.timing.total
+    """Put the end of a call into a message: how much, how long. `ends` has each sample's."""
+    timings = [end.timing for end in ends if end.timing is not None]
+    usage, timing = message.usage, message.timing
+    usage.prompt_tokens = prompt_tokens
+    usage.generated_tokens = generated_tokens
+    usage.cached_tokens = min(end.cached_tokens for end in ends)  # a later sample finds its peers'
+    timing.queued = min(t.queued or 0.0 for t in timings)
+    timing.first_token = min(t.first_token or 0.0 for t in timings)
+    timing.total = max(t.total for t in timings)
 
 
 def _finish(finish: Finish) -> pb.Finish:

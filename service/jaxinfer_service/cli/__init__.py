@@ -11,11 +11,13 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from jaxinfer_service import version
 from jaxinfer_service.cli.chat import chat
 from jaxinfer_service.cli.checkpoint import convert, inspect
 from jaxinfer_service.cli.generate import generate
 from jaxinfer_service.cli.options import Command
 from jaxinfer_service.cli.serve import serve
+from jaxinfer_service.cli.top import top
 
 app = typer.Typer(
     name="jaxinfer",
@@ -26,11 +28,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_RUN, _CHECKPOINTS, _MEASURE = "Run a model", "Checkpoints", "Measure"
+_RUN, _WATCH, _CHECKPOINTS, _MEASURE = "Run a model", "Watch", "Checkpoints", "Measure"
 
 app.command(rich_help_panel=_RUN, cls=Command)(serve)
 app.command(rich_help_panel=_RUN, cls=Command)(generate)
 app.command(rich_help_panel=_RUN, cls=Command)(chat)
+app.command(rich_help_panel=_WATCH, cls=Command)(top)
 app.command(rich_help_panel=_CHECKPOINTS, cls=Command)(convert)
 app.command(rich_help_panel=_CHECKPOINTS, cls=Command)(inspect)
 
@@ -64,12 +67,10 @@ def _root(
     show_version: bool = typer.Option(False, "--version", help="Print the version and leave."),
 ) -> None:
     if show_version:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            typer.echo(f"jaxinfer {version('jaxinfer')}")
-        except PackageNotFoundError:
-            typer.echo("jaxinfer, run from a folder that is not installed")
+        found = version()
+        typer.echo(
+            f"jaxinfer{f' {found}' if found else ', run from a folder that is not installed'}"
+        )
         raise typer.Exit
 
 

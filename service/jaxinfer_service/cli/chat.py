@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxinfer_service.cli import console, options
+from jaxinfer_service.cli import console, options, sampling_options
+from jaxinfer_service.cli.remote import LOCAL, Server, require_serving, said
 
 if TYPE_CHECKING:
     from jaxinfer_service.client import Client
@@ -18,22 +19,22 @@ _HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops a
 
 
 def chat(
-    server: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server.")] = (
-        "localhost:50051"
-    ),
+    server: Server = LOCAL,
     model: Annotated[
         str, typer.Option(help="Its model's name.", show_default="whichever it serves")
     ] = "",
     system: Annotated[
         str | None, typer.Option(help="A system message to begin with.", show_default=False)
     ] = None,
-    temperature: options.Temperature = 0.7,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
-    max_new_tokens: options.MaxNewTokens = None,
+    temperature: sampling_options.Temperature = 0.7,
+    top_p: sampling_options.TopP = None,
+    top_k: sampling_options.TopK = None,
+    min_p: sampling_options.MinP = None,
+    repetition_penalty: sampling_options.RepetitionPenalty = None,
+    seed: sampling_options.Seed = None,
+    max_new_tokens: sampling_options.MaxNewTokens = None,
+    priority: sampling_options.Priority = 0,
+    tenant: sampling_options.Tenant = "",
 ) -> None:
     """Chat with a server; answers stream. Works piped too: each line of input is a message."""
     from jaxinfer_service.client import Client
@@ -46,9 +47,11 @@ def chat(
         repetition_penalty=repetition_penalty,
         seed=seed,
         max_new_tokens=max_new_tokens,
+        priority=priority,
+        tenant=tenant,
     )
     with Client(server) as client:
-        _require_serving(client)
+        require_serving(client)
         conversation = Conversation(client, model, system, sampling)
         interactive = sys.stdin.isatty()
         if interactive:
@@ -62,18 +65,6 @@ def chat(
                 typer.echo(f"{line.split()[0]} is no command. {_HELP}", err=True)
             elif line and not conversation.ask(line) and not interactive:
                 raise typer.Exit(1)
-
-
-def _require_serving(client: Client) -> None:
-    import grpc
-
-    try:
-        if client.is_serving(5.0):
-            return
-        console.fail(f"{client.target} is not serving yet, or not any more; its log says why")
-    except grpc.RpcError as error:
-        hint = "start one with: jaxinfer serve demo"
-        console.fail(f"no server answers at {client.target} ({_said(error)}); {hint}")
 
 
 def _lines(interactive: bool) -> Iterator[str]:
@@ -125,12 +116,8 @@ class Conversation:
         except KeyboardInterrupt:
             call.cancel()
         except grpc.RpcError as error:
-            typer.echo(f"\njaxinfer: {_said(error)}", err=True)
+            typer.echo(f"\njaxinfer: {said(error)}", err=True)
             return False
         typer.echo()
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         return True
-
-
-def _said(error: Any) -> str:
-    return f"{error.code().name}: {error.details()}"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-_POOL = "KV pages stay on the device, and sequences that do not fit wait or are recomputed; "
+_OFFLOAD = "use --kv-offload-gib: preempted sequences' pages go to the host and come back"
+_PRIORITIES = (
+    "each request has a priority, lower first, and requests of one priority share by"
+    " --tenant-weight; leave it out"
+)
 _ONE_REPLICA = "a server is one replica: shard it with --tensor-parallel-size, or run several"
 _CHECKPOINT = "the checkpoint's own is used; convert or edit the checkpoint instead"
 _NO_AUTH = "the server has no TLS or keys yet; keep it on a private --host, or behind a proxy"
@@ -11,9 +15,18 @@ _ALWAYS = "is always on; leave it out"
 _REQUEST = "is set by each request, not by the server"
 
 ADVICE: dict[str, str] = {
-    "--swap-space": _POOL + "give the pool more with --kv-cache-memory",
+    "--swap-space": _OFFLOAD,
     "--cpu-offload-gb": "weights stay on the device; use a smaller --dtype",
-    "--kv-offloading-size": _POOL + "give the pool more with --kv-cache-memory",
+    "--kv-offloading-size": _OFFLOAD,
+    "--hicache-size": _OFFLOAD,
+    "--preemption-mode": "preempted sequences are recomputed; to swap them, use --kv-offload-gib",
+    "--scheduling-policy": _PRIORITIES,
+    "--schedule-policy": _PRIORITIES,
+    "--enable-priority-scheduling": _PRIORITIES,
+    "--schedule-conservativeness": "use --kv-watermark",
+    "--watermark": "use --kv-watermark",
+    "--performance-mode": "use --preset",
+    "--enable-deterministic-inference": "use --deterministic",
     "--enforce-eager": "every step is a compiled program, and later starts take them from the"
     " compilation cache; leave it out",
     "--cuda-graph-sizes": "follow from --max-num-seqs and --max-num-batched-tokens",
@@ -23,9 +36,7 @@ ADVICE: dict[str, str] = {
     "--lora-modules": _NO_ADAPTERS,
     "--lora-paths": _NO_ADAPTERS,
     "--quantization": "weights are served in --dtype; quantised GGUF files are dequantised",
-    "--enable-prefix-caching": "there is no prefix cache yet; leave it out",
-    "--no-enable-prefix-caching": "there is no prefix cache; leave it out",
-    "--disable-radix-cache": "there is no prefix cache; leave it out",
+    "--disable-radix-cache": "use --no-prefix-cache",
     "--enable-chunked-prefill": _ALWAYS + "; --max-num-batched-tokens sets the chunk",
     "--speculative-config": "speculative decoding is not supported; leave it out",
     "--pipeline-parallel-size": _ONE_REPLICA,

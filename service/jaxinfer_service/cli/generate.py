@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxinfer_service.cli import console, options
+from jaxinfer_service.cli import console, engine_options, options, sampling_options
 
 if TYPE_CHECKING:
     from jaxinfer import LLM, Completion, SamplingParams
@@ -31,16 +31,16 @@ def generate(
             "--json", help="One JSON object a prompt: ids, text, finish reason, timing, ..."
         ),
     ] = False,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    seed: options.Seed = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    stop: options.Stop = None,
+    temperature: sampling_options.Temperature = 0.0,
+    top_p: sampling_options.TopP = None,
+    top_k: sampling_options.TopK = None,
+    min_p: sampling_options.MinP = None,
+    repetition_penalty: sampling_options.RepetitionPenalty = None,
+    presence_penalty: sampling_options.PresencePenalty = None,
+    frequency_penalty: sampling_options.FrequencyPenalty = None,
+    seed: sampling_options.Seed = None,
+    max_new_tokens: sampling_options.MaxNewTokens = None,
+    stop: sampling_options.Stop = None,
     ignore_eos: Annotated[
         bool,
         typer.Option(
@@ -53,13 +53,24 @@ def generate(
             help="With --json: of chosen tokens and this many others.", rich_help_panel="Sampling"
         ),
     ] = None,
+    n: sampling_options.Samples = 1,
     dtype: options.Dtype = None,
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = 8,
-    max_num_batched_tokens: options.MaxNumBatchedTokens = 512,
-    tensor_parallel_size: options.TensorParallelSize = 1,
-    kv_cache_memory: options.KvCacheMemory = None,
-    gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
+    max_model_len: engine_options.MaxModelLen = None,
+    max_num_seqs: Annotated[
+        int,
+        typer.Option(
+            parser=options.parse_count,
+            metavar="N",
+            help="Sequences that run at once.",
+            rich_help_panel="Engine",
+        ),
+    ] = 8,
+    max_num_batched_tokens: engine_options.MaxNumBatchedTokens = None,
+    tensor_parallel_size: engine_options.TensorParallelSize = None,
+    deterministic: engine_options.Deterministic = None,
+    kv_cache_memory: engine_options.KvCacheMemory = None,
+    gpu_memory_utilization: engine_options.GpuMemoryUtilization = None,
+    prefix_cache: engine_options.PrefixCache = None,
     log_level: options.LogLevel = "warning",
     log_format: options.LogFormat = "text",
 ) -> None:
@@ -73,6 +84,7 @@ def generate(
         temperature=temperature,
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
+        n=n,
         **options.given(
             top_p=top_p,
             top_k=top_k,
@@ -85,13 +97,15 @@ def generate(
             logprobs=logprobs,
         ),
     )
-    config = options.engine_config(
+    config = engine_options.engine_config(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         kv_cache_memory=kv_cache_memory,
         gpu_memory_utilization=gpu_memory_utilization,
         tensor_parallel_size=tensor_parallel_size,
+        deterministic=deterministic,
+        prefix_cache=prefix_cache,
     )
     prompts = [_prompt(text, chat) for text in prompt]
     try:
@@ -122,18 +136,32 @@ def _answer(
         completions = llm.generate(prompts, params)
         for completion in completions:
             typer.echo(json.dumps({"model": model, **_fields(completion)}, ensure_ascii=False))
-        if any(completion.error for completion in completions):
+        if any(sample.error for completion in completions for sample in completion.samples):
             raise typer.Exit(1)
         return
     for number, prompt in enumerate(prompts, 1):
         if len(prompts) > 1:
             typer.echo(_header(number, len(prompts), prompt))
-        for delta in llm.stream(prompt, params):
-            typer.echo(delta.text, nl=False)
-            sys.stdout.flush()
-            if delta.finish is not None and delta.finish.error:
-                raise RuntimeError(delta.finish.error)
-        typer.echo()
+        (_print_samples if params.n > 1 else _print_stream)(llm, prompt, params)
+
+
+def _print_stream(llm: LLM, prompt: Any, params: SamplingParams) -> None:
+    for delta in llm.stream(prompt, params):
+        typer.echo(delta.text, nl=False)
+        sys.stdout.flush()
+        if delta.finish is not None and delta.finish.error:
+            raise RuntimeError(delta.finish.error)
+    typer.echo()
+
+
+def _print_samples(llm: LLM, prompt: Any, params: SamplingParams) -> None:
+    """Each under its number, once all are complete: several cannot stream to one place."""
+    (completion,) = llm.generate([prompt], params)
+    for number, sample in enumerate(completion.samples, 1):
+        gap = "" if number == 1 else "\n"
+        typer.echo(f"{gap}--- sample {number} of {params.n}\n{sample.text}")
+        if sample.error:
+            raise RuntimeError(sample.error)
 
 
 def _header(number: int, count: int, prompt: Any) -> str:
@@ -145,11 +173,14 @@ def _header(number: int, count: int, prompt: Any) -> str:
 
 
 def _fields(completion: Completion) -> dict[str, Any]:
-    """A completion as JSON."""
-    fields = dataclasses.asdict(completion)
+    """A completion as JSON; its further samples without the prompt."""
+    fields = dataclasses.asdict(dataclasses.replace(completion, more=()))
     fields["finish_reason"] = completion.finish_reason.value
     fields["logprobs"] = [
         {"logprob": entry.logprob, "top": [{"token_id": i, "logprob": v} for i, v in entry.top]}
         for entry in completion.logprobs
     ]
+    fields["more"] = more = [_fields(sample) for sample in completion.more]
+    for sample in more:
+        del sample["prompt_token_ids"], sample["more"]
     return fields

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxinfer_service.cli import console, options
+from jaxinfer.config import EngineConfig
+from jaxinfer_service.cli import console, engine_options, options
 from jaxinfer_service.cli.config_file import ConfigFile
-from jaxinfer_service.cli.options import parse_count
 
 if TYPE_CHECKING:
-    from jaxinfer.config import EngineConfig
-    from jaxinfer_service.server import OpenedModel
+    from jaxinfer_service.model import OpenedModel
+    from jaxinfer_service.server import ServerConfig
 
-_SERVER, _QUEUE = "Server", "Queue"
+_SERVER = "Server"
 
 
 def serve(
@@ -57,34 +58,28 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = 60.0,
-    max_queued_requests: Annotated[
-        int,
-        typer.Option(
-            parser=parse_count,
-            metavar="N",
-            help="Requests that may wait.",
-            rich_help_panel=_QUEUE,
-        ),
-    ] = 1024,
-    max_queued_tokens: Annotated[
-        int,
-        typer.Option(
-            parser=parse_count,
-            metavar="TOKENS",
-            help="Prompt tokens that may wait.",
-            rich_help_panel=_QUEUE,
-        ),
-    ] = 1 << 22,
     dtype: options.Dtype = None,
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = 32,
-    max_num_batched_tokens: options.MaxNumBatchedTokens = 512,
-    tensor_parallel_size: options.TensorParallelSize = 1,
-    no_overlap: options.NoOverlap = False,
-    kv_cache_memory: options.KvCacheMemory = None,
-    kv_cache_dtype: options.KvCacheDtype = None,
-    gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
-    page_size: options.PageSize = 64,
+    preset: engine_options.Preset = None,
+    max_model_len: engine_options.MaxModelLen = None,
+    max_num_seqs: engine_options.MaxNumSeqs = None,
+    max_num_batched_tokens: engine_options.MaxNumBatchedTokens = None,
+    tensor_parallel_size: engine_options.TensorParallelSize = None,
+    no_overlap: engine_options.NoOverlap = False,
+    deterministic: engine_options.Deterministic = None,
+    kv_cache_memory: engine_options.KvCacheMemory = None,
+    kv_cache_dtype: engine_options.KvCacheDtype = None,
+    gpu_memory_utilization: engine_options.GpuMemoryUtilization = None,
+    page_size: engine_options.PageSize = None,
+    prefix_cache: engine_options.PrefixCache = None,
+    kv_watermark: engine_options.KvWatermark = None,
+    kv_offload_gib: engine_options.KvOffloadGib = None,
+    max_queued_requests: engine_options.MaxQueuedRequests = None,
+    max_queued_tokens: engine_options.MaxQueuedTokens = None,
+    tpot_target_ms: engine_options.TpotTargetMs = None,
+    priority_ageing: engine_options.PriorityAgeing = None,
+    batch_priority: engine_options.BatchPriority = None,
+    interactive_reserve: engine_options.InteractiveReserve = None,
+    tenant_weight: engine_options.TenantWeight = None,
     log_level: options.LogLevel = "info",
     log_format: options.LogFormat = "text",
     config_file: ConfigFile = None,
@@ -93,48 +88,69 @@ def serve(
     console.set_up_logging(log_level, log_format)
     from jaxinfer_service.server import ServerConfig
 
-    engine = options.engine_config(
+    engine = engine_options.engine_config(
+        preset,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
-        kv_cache_memory=kv_cache_memory,
-        gpu_memory_utilization=gpu_memory_utilization,
         tensor_parallel_size=tensor_parallel_size,
-        kv_dtype=options.stored_dtype(kv_cache_dtype),
-        overlap=not no_overlap,
+        no_overlap=no_overlap,
+        deterministic=deterministic,
+        kv_cache_memory=kv_cache_memory,
+        kv_cache_dtype=kv_cache_dtype,
+        gpu_memory_utilization=gpu_memory_utilization,
         page_size=page_size,
+        prefix_cache=prefix_cache,
+        kv_watermark=kv_watermark,
+        kv_offload_gib=kv_offload_gib,
         max_queued_requests=max_queued_requests,
         max_queued_tokens=max_queued_tokens,
+        tpot_target_ms=tpot_target_ms,
+        priority_ageing=priority_ageing,
+        batch_priority=batch_priority,
+        interactive_reserve=interactive_reserve,
+        tenant_weight=tenant_weight,
     )
     names = served_model_name or [Path(model).name or model]
-    config = ServerConfig(host, port, drain_timeout, stall_timeout)
+    source = Source(model, names, options.stored_dtype(dtype), engine, preset or "")
     try:
-        loaded = asyncio.run(_serve(config, model, names, options.stored_dtype(dtype), engine))
+        loaded = asyncio.run(_serve(ServerConfig(host, port, drain_timeout, stall_timeout), source))
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         console.fail(error)
     if not loaded:
         os._exit(0)  # loading cannot be interrupted, and nothing is lost
 
 
-async def _serve(
-    config: object, model: str, names: list[str], dtype: str | None, engine: EngineConfig
-) -> bool:
-    from jaxinfer_service.server import Server, ServerConfig
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What to serve and how; `dtype` None is as stored."""
 
-    assert isinstance(config, ServerConfig)
-    return await Server(config, lambda: _open(model, names, dtype, engine)).run()
+    model: str
+    names: list[str]
+    dtype: str | None
+    engine: EngineConfig
+    preset: str
 
 
-def _open(model: str, names: list[str], dtype: str | None, config: EngineConfig) -> OpenedModel:
+async def _serve(config: ServerConfig, source: Source) -> bool:
+    from jaxinfer_service.server import Server
+
+    return await Server(config, lambda: _open(source)).run()
+
+
+def _open(source: Source) -> OpenedModel:
     """Load and compile. Runs in a thread, once the port is bound."""
     from jaxinfer.engine_thread import EngineThread
     from jaxinfer.llm import open_engine
     from jaxinfer.text import TextProcessor
-    from jaxinfer_service.server import OpenedModel
+    from jaxinfer_service.model import OpenedModel
 
     with console.progress() as progress:
-        loaded, engine = open_engine(model, config, dtype, progress)
-    text = TextProcessor(loaded.tokenizer, loaded.generation.eos_ids, engine.limits)
+        loaded, engine = open_engine(source.model, source.engine, source.dtype, progress)
     return OpenedModel(
-        names, text, lambda on_events, on_stop: EngineThread(engine, on_events, on_stop)
+        names=source.names,
+        text=TextProcessor(loaded.tokenizer, loaded.generation.eos_ids, engine.limits),
+        connect=lambda on_events, on_stop: EngineThread(engine, on_events, on_stop),
+        config=replace(source.engine, dtype=loaded.dtype),
+        preset=source.preset,
     )

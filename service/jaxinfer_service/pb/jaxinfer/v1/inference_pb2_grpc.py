@@ -68,7 +68,8 @@ class InferenceServicer(object):
 
     def GenerateStream(self, request, context):
         """Answers as the output is made. The chunks' texts, put together, are the text that Generate
-        would give; a character is never split. The last chunk, and only it, has `finish`.
+        would give; a character is never split. The last chunk, and only it, has `finish`. With
+        several samples, chunks of all of them come mixed, and this holds for those of each `index`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

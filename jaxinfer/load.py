@@ -1,0 +1,69 @@
+"""What an engine is doing, as plain data: one record a step, and a summary for those who ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+KEPT_RECORDS = 4096  # steps whose records are kept
+KEPT_LATENCIES = 1024  # requests whose latencies the percentiles are taken over
+PERCENTILES = (50, 90, 99)
+
+
+class StepRecord(NamedTuple):
+    """What the scheduler decided for one step. Pages are of all KV groups together."""
+
+    step: int
+    time: float  # the engine's clock
+    running: int  # sequences with a slot
+    waiting: int
+    decodes: int  # rows that decode
+    chunk_tokens: int  # prompt tokens computed
+    admitted: int
+    preempted: int
+    free_pages: int
+    cached_pages: int  # nobody's now, kept for requests that begin alike
+    used_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of a latency in seconds, over the last requests; None where there is none yet."""
+
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Percentiles:
+        """Nearest-rank percentiles."""
+        if not values:
+            return cls()
+        ordered = sorted(values)
+        last = len(ordered) - 1
+        return cls(*(ordered[min(last, len(ordered) * p // 100)] for p in PERCENTILES))
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """An engine's load at one moment.
+
+    Attributes:
+        slots / running / waiting: sequences that can run at once, that do, and that wait.
+        waiting_tokens: prompt tokens of the waiting ones.
+        pages: (free, cached, used) of all KV groups; page_size: tokens of one.
+        prefix_queries / prefix_hits: prompt tokens looked up in the prefix cache, and found.
+        ttft / tpot: seconds to the first token from arrival, and between tokens after it.
+    """
+
+    slots: int
+    running: int
+    waiting: int
+    waiting_tokens: int
+    pages: tuple[int, int, int]
+    page_size: int
+    prefix_queries: int
+    prefix_hits: int
+    ttft: Percentiles
+    tpot: Percentiles

@@ -1,0 +1,113 @@
+"""How fast steps and requests go, learned from the steps themselves. Host only, no clock.
+
+Answers two questions: how many prompt tokens fit beside the running streams so that they keep
+their time between tokens, and when a request that comes now can expect its first token.
+"""
+
+from __future__ import annotations
+
+import math
+
+SMALLEST_CHUNK = 64  # tokens; the chunk is chosen among halves of the largest, down to this
+STARVED_STEPS = 8  # steps without a chunk after which the smallest goes, whatever the bound says
+LEARNING = 0.2  # weight of the newest step
+WINDOW = 10.0  # seconds over which the rate of ends is averaged
+
+
+class Pace:
+    """Times of steps, by what was in them. Times are in seconds."""
+
+    def __init__(self, chunk_tokens: int, tpot_target: float | None):
+        self.tpot_target = tpot_target
+        self._sizes = [chunk_tokens]  # the chunks to choose from, largest first
+        while self._sizes[-1] >= 2 * SMALLEST_CHUNK:
+            self._sizes.append(self._sizes[-1] // 2)
+        self._decode_times: dict[int, float] = {}  # by number of rows, as a power of two
+        self._token_time: float | None = None  # of a prompt token beside whatever decodes
+        self._credit = 0.0  # what the last steps left of the bound, or took beyond it
+        self._starved = 0
+        self._end_rate = 0.0
+
+    # -- what is learned ---------------------------------------------------------------------------
+
+    def expect(self, decodes: int, chunk: int) -> float:
+        """A step was planned: what it will take counts at once, since it is read much later.
+
+        Returns the seconds expected, to be given to `observe`.
+        """
+        seconds = self._decode_time(decodes)
+        if chunk:
+            seconds += self._size(chunk) * (self._token_time or 0.0)
+        if decodes:
+            self._enter(seconds)
+        return seconds
+
+    def observe(
+        self, decodes: int, chunk: int, ends: int, seconds: float, expected: float = 0.0
+    ) -> None:
+        """A step of so many decode rows and prompt tokens took this long; so many ended in it."""
+        if seconds <= 0:
+            return
+        if decodes and self.tpot_target is not None:
+            self._enter(self.tpot_target + seconds - expected)
+        if chunk:
+            extra = max(0.0, seconds - self._decode_time(decodes)) / self._size(chunk)
+            self._token_time = _blend(self._token_time, extra)
+        else:
+            rung = _rung(decodes)
+            self._decode_times[rung] = _blend(self._decode_times.get(rung), seconds)
+        fresh = 1 - math.exp(-seconds / WINDOW)
+        self._end_rate += fresh * (ends / seconds - self._end_rate)
+
+    def _enter(self, seconds: float) -> None:
+        """Running streams waited so long for a token."""
+        if self.tpot_target is not None:
+            credit = self._credit + self.tpot_target - seconds
+            self._credit = min(max(credit, -4 * self.tpot_target), self.tpot_target)
+
+    def _size(self, chunk: int) -> int:
+        """Tokens that a chunk is computed as."""
+        return min((size for size in self._sizes if size >= chunk), default=self._sizes[0])
+
+    def _decode_time(self, rows: int) -> float:
+        """Of a step that decodes only; that of the nearest size known if this one is not."""
+        if not rows or not self._decode_times:
+            return 0.0
+        rung = _rung(rows)
+        nearest = min(self._decode_times, key=lambda known: (abs(known - rung), known))
+        return self._decode_times[nearest]
+
+    # -- what it is good for -----------------------------------------------------------------------
+
+    def chunk_budget(self, decodes: int) -> int:
+        """Prompt tokens the next step may compute beside `decodes` running streams."""
+        if self.tpot_target is None or not decodes:
+            return self._sizes[0]
+        if self._token_time is None:
+            return self._sizes[-1]  # the first chunk shows what a token costs
+        spare = self.tpot_target + self._credit - self._decode_time(decodes)
+        fitting = [size for size in self._sizes if size * self._token_time <= spare]
+        if fitting:
+            return fitting[0]
+        return self._sizes[-1] if self._starved >= STARVED_STEPS else 0
+
+    def note_chunk(self, wanted: bool, tokens: int) -> None:
+        """Whether a prompt waited to be computed, and how much of it was in the step planned."""
+        self._starved = self._starved + 1 if wanted and not tokens else 0
+
+    def first_token_in(self, tokens_ahead: int, ends_awaited: int) -> float:
+        """Seconds until a request has its first token, as far as is known: 0 knows nothing.
+
+        `tokens_ahead` are prompt tokens to compute until then, its own included; `ends_awaited`
+        how many running sequences must end before there is a slot for it.
+        """
+        wait = ends_awaited / self._end_rate if self._end_rate > 0 else 0.0
+        return wait + tokens_ahead * (self._token_time or 0.0)
+
+
+def _rung(rows: int) -> int:
+    return 1 << max(0, rows - 1).bit_length()
+
+
+def _blend(old: float | None, new: float) -> float:
+    return new if old is None else old + LEARNING * (new - old)

@@ -1,0 +1,82 @@
+"""Which pages hold which beginnings of sequences, so that requests that begin alike share them.
+
+A full page is named by a chain of hashes: of its own tokens, of all before them and of the
+namespace (tenant and salt), so equal keys mean equal keys and values, and nothing is found from
+another namespace. Shared pages are full and never written again. Host only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+
+from jaxinfer.page_allocator import PageAllocator
+
+_KEY_BYTES = 16
+
+
+def namespace_key(*names: str) -> bytes:
+    """Where chains of a namespace begin. Different tuples of names differ."""
+    digest = hashlib.blake2b(digest_size=_KEY_BYTES)
+    for name in names:
+        data = name.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+def extend_keys(keys: list[bytes], root: bytes, tokens: list[int], page_size: int) -> None:
+    """Append the keys of the full pages of `tokens` that `keys` lacks."""
+    for first in range(len(keys) * page_size, len(tokens) - page_size + 1, page_size):
+        before = keys[-1] if keys else root
+        page = array("q", tokens[first : first + page_size]).tobytes()
+        keys.append(hashlib.blake2b(before + page, digest_size=_KEY_BYTES).digest())
+
+
+class PrefixCache:
+    """Published pages of one KV group, and the allocator whose pages they are."""
+
+    def __init__(self, num_pages: int):
+        self.allocator = PageAllocator(num_pages, self._evicted)
+        self._pages: dict[bytes, int] = {}
+        self._keys: dict[int, bytes] = {}
+
+    def match(self, keys: list[bytes]) -> list[int]:
+        """The pages of the longest run of `keys` from the first. Nobody holds them for it."""
+        pages = []
+        for key in keys:
+            page = self._pages.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def publish(self, key: bytes, page: int) -> None:
+        """Let others find this used page. Another page of the same key stays the one found."""
+        if key not in self._pages:
+            self._pages[key] = page
+            self._keys[page] = key
+            self.allocator.keep(page)
+
+    def withdraw(self, pages: list[int]) -> None:
+        """Let nobody find these pages any more; those that are not published are passed over."""
+        for page in pages:
+            if page in self._keys:
+                self._evicted(page)
+                self.allocator.discard(page)
+
+    def flush(self) -> int:
+        """Withdraw every page; returns how many."""
+        pages = list(self._keys)
+        self.withdraw(pages)
+        return len(pages)
+
+    def _evicted(self, page: int) -> None:
+        del self._pages[self._keys.pop(page)]
+
+    def check_invariants(self) -> None:
+        """AssertionError unless index and allocator agree."""
+        self.allocator.check_invariants()
+        assert {page: key for key, page in self._pages.items()} == self._keys, "two-way index"
+        for page in range(1, self.allocator.num_pages):
+            kept = bool(self.allocator._kept[page])
+            assert kept == (page in self._keys), f"page {page} is kept but not published"

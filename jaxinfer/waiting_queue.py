@@ -1,0 +1,215 @@
+"""Who runs next. Host only; the same operations in the same order give the same answers.
+
+Strict by priority: the lowest number first. Within one priority, first the sequences that were
+preempted, then tenants in turn, least served first (start-time fair queueing, Goyal et al. 1996;
+for token counts see Sheng et al. 2024, arXiv:2401.00588), and first come first served within a
+tenant. A sequence that waited `ageing` seconds in one priority rises to the next more urgent one
+that anybody waits in, so it waits at most `ageing` seconds for each priority in use above its own,
+and then its tenant's turn there.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from jaxinfer.sequence import NOT_WAITING, Sequence
+
+MOST_RISES = 64  # sequences that may rise in one step, whose time is bounded so
+MOST_ACCOUNTS = 4096  # tenants whose service is remembered while they have nothing to do
+
+_Entry = tuple[int, int, Sequence]  # order of arrival, number of the entry, sequence
+
+
+@dataclass(slots=True)
+class _Level:
+    """The waiting sequences of one priority, in three orders.
+
+    Entries are not searched for when a sequence leaves: an entry is stale, and dropped when it is
+    met, unless its number is still the sequence's own.
+    """
+
+    size: int = 0
+    tokens: int = 0
+    preempted: list[_Entry] = field(default_factory=list)  # heap by order of arrival
+    tenants: dict[str, list[_Entry]] = field(default_factory=dict)  # heaps by order of arrival
+    turns: list[tuple[float, str]] = field(default_factory=list)  # heap of (service, tenant)
+    entries: deque[_Entry] = field(default_factory=deque)  # in order of entry
+
+    def live(self) -> list[Sequence]:
+        return [sequence for _, entry, sequence in self.entries if sequence.entry == entry]
+
+
+class WaitingQueue:
+    """Sequences that wait for a slot. `weights` are the tenants' shares, 1 if not named."""
+
+    def __init__(self, ageing: float, weights: Mapping[str, float] | None = None):
+        self._ageing = ageing
+        self._weights = dict(weights or {})
+        self._levels: dict[int, _Level] = {}
+        self._order: list[int] = []  # the levels in use, most urgent first
+        self._service: dict[str, float] = {}
+        self._clock = 0.0  # service of the tenant whose turn was last: newcomers start there
+        self._entries = itertools.count(1)
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """All waiting sequences: by priority, then by when they came to it."""
+        for number in self._order:
+            yield from self._levels[number].live()
+
+    # -- coming and going ------------------------------------------------------------------------
+
+    def push(self, sequence: Sequence, now: float, preempted: bool = False) -> None:
+        """Enter `sequence` at its own level; one that was preempted is in front of others."""
+        level = self._levels.get(sequence.level)
+        if level is None:
+            level = self._levels[sequence.level] = _Level()
+            bisect.insort(self._order, sequence.level)
+        sequence.entry = next(self._entries)
+        sequence.entered, sequence.preempted = now, preempted
+        level.size += 1
+        level.tokens += sequence.prompt_len
+        self._size += 1
+        self._line_up(level, sequence)
+        if len(level.entries) > 2 * level.size + 64:
+            self._drop_stale(level)
+
+    def _line_up(self, level: _Level, sequence: Sequence) -> None:
+        entry = (sequence.order, sequence.entry, sequence)
+        level.entries.append(entry)
+        if sequence.preempted:
+            heapq.heappush(level.preempted, entry)
+            return
+        tenant = sequence.tenant
+        line = level.tenants.get(tenant)
+        if line is None:
+            line = level.tenants[tenant] = []
+            self._service[tenant] = max(self.service(tenant), self._clock)
+            heapq.heappush(level.turns, (self._service[tenant], tenant))
+        heapq.heappush(line, entry)
+
+    def _drop_stale(self, level: _Level) -> None:
+        members = level.live()
+        level.preempted, level.tenants, level.turns = [], {}, []
+        level.entries = deque()
+        for sequence in members:
+            self._line_up(level, sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a sequence that waits: it was admitted, or ended."""
+        sequence.entry = NOT_WAITING
+        level = self._levels[sequence.level]
+        level.size -= 1
+        level.tokens -= sequence.prompt_len
+        self._size -= 1
+        if level.size == 0:
+            del self._levels[sequence.level]
+            self._order.remove(sequence.level)
+
+    # -- whose turn it is ------------------------------------------------------------------------
+
+    def head(self) -> Sequence | None:
+        """The sequence to run next, or None. It stays in the queue."""
+        if not self._order:
+            return None
+        level = self._levels[self._order[0]]
+        first = _first(level.preempted)
+        return self._of_least_served(level) if first is None else first
+
+    def _of_least_served(self, level: _Level) -> Sequence:
+        while True:
+            served, tenant = level.turns[0]
+            sequence = _first(level.tenants[tenant])
+            if sequence is None:
+                heapq.heappop(level.turns)
+                del level.tenants[tenant]
+            elif served < self._service[tenant]:  # it was served since
+                heapq.heapreplace(level.turns, (self._service[tenant], tenant))
+            else:
+                self._clock = max(self._clock, served)
+                return sequence
+
+    def rise(self, now: float) -> None:
+        """Let who waited long enough rise to the level above. To be called once a step."""
+        rises = 0
+        for above, number in reversed([*itertools.pairwise(self._order)]):
+            level = self._levels[number]
+            while level.size and rises < MOST_RISES:
+                _, entry, sequence = level.entries[0]
+                if sequence.entry == entry:
+                    if now - sequence.entered < self._ageing:
+                        break
+                    self.remove(sequence)
+                    sequence.level = above
+                    self.push(sequence, now, sequence.preempted)
+                    rises += 1
+                level.entries.popleft()
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens of all that wait."""
+        return sum(level.tokens for level in list(self._levels.values()))
+
+    def tokens_ahead(self, level: int) -> int:
+        """Prompt tokens of those that wait at `level` and above."""
+        return sum(self._levels[number].tokens for number in self._order if number <= level)
+
+    def more_urgent(self, level: int) -> int:
+        """How many wait at levels above `level`."""
+        above = self._order[: bisect.bisect_left(self._order, level)]
+        return sum(self._levels[number].size for number in above)
+
+    # -- service ---------------------------------------------------------------------------------
+
+    def charge(self, sequence: Sequence, tokens: int) -> None:
+        """Enter tokens that are computed for a sequence into its tenant's account."""
+        tenant = sequence.tenant
+        self._service[tenant] = self.service(tenant) + tokens / self._weights.get(tenant, 1.0)
+        if len(self._service) > 2 * MOST_ACCOUNTS:
+            self._forget_accounts()
+
+    def service(self, tenant: str) -> float:
+        """Tokens computed for a tenant by its share, counted from when it came."""
+        return self._service.get(tenant, self._clock)
+
+    def _forget_accounts(self) -> None:
+        """Who is not ahead of the queue's clock would start at it anyway."""
+        waiting = {tenant for level in self._levels.values() for tenant in level.tenants}
+        self._service = {
+            tenant: served
+            for tenant, served in self._service.items()
+            if tenant in waiting or served > self._clock
+        }
+
+    def check_invariants(self) -> None:
+        """AssertionError unless levels, lines and counts account for each other."""
+        waiting = list(self)
+        assert len({id(s) for s in waiting}) == len(waiting) == self._size, "counted twice or lost"
+        assert self.tokens == sum(s.prompt_len for s in waiting), "tokens"
+        assert self._order == sorted(self._levels), "levels"
+        for number, level in self._levels.items():
+            members = level.live()
+            assert all(s.level == number for s in members), "a level holds another's"
+            lines = [level.preempted, *level.tenants.values()]
+            lined = [s for line in lines for _, entry, s in line if s.entry == entry]
+            assert {id(s) for s in lined} == {id(s) for s in members}, f"lines of level {number}"
+            assert len(lined) == level.size > 0, f"size of level {number}"
+            assert sorted(tenant for _, tenant in level.turns) == sorted(level.tenants), "turns"
+
+
+def _first(line: list[_Entry]) -> Sequence | None:
+    """The first of a line that still waits in it."""
+    while line:
+        _, entry, sequence = line[0]
+        if sequence.entry == entry:
+            return sequence
+        heapq.heappop(line)
+    return None

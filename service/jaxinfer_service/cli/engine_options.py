@@ -1,0 +1,298 @@
+"""Options that say how a model is served, and the configuration that they make."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+import typer
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.presets import PRESETS, preset_values
+from jaxinfer_service.cli.options import given, parse_count, parse_size, stored_dtype
+
+_MEMORY, _ENGINE, _SCHEDULING = "Memory", "Engine", "Scheduling"
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+
+
+def engine_default(name: str) -> str:
+    """The default of an `EngineConfig` field, as help shows it."""
+    value = _DEFAULTS[name]
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value is None else str(value)
+
+
+def describe_preset(values: dict[str, Any]) -> str:
+    """What a preset sets, as options: `max-num-seqs 64, no tpot-target-ms`."""
+    names = {name.replace("_", "-"): value for name, value in values.items()}
+    return ", ".join(f"no {n}" if v is None else f"{n} {v:g}" for n, v in names.items())
+
+
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_count,
+        metavar="TOKENS",
+        help="Prompt + output tokens of one sequence, e.g. 8k.",
+        show_default="the model's",
+        rich_help_panel=_ENGINE,
+    ),
+]
+MaxNumSeqs = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_count,
+        metavar="N",
+        help="Sequences that run at once.",
+        show_default=engine_default("max_num_seqs"),
+        rich_help_panel=_ENGINE,
+    ),
+]
+MaxNumBatchedTokens = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_count,
+        metavar="TOKENS",
+        help="Prompt tokens that one step may prefill.",
+        show_default=engine_default("max_num_batched_tokens"),
+        rich_help_panel=_ENGINE,
+    ),
+]
+TensorParallelSize = Annotated[
+    int | None,
+    typer.Option(
+        "--tensor-parallel-size",
+        "-tp",
+        metavar="N",
+        help="Devices of one replica.",
+        show_default=engine_default("tensor_parallel_size"),
+        rich_help_panel=_ENGINE,
+    ),
+]
+NoOverlap = Annotated[
+    bool,
+    typer.Option(
+        "--no-overlap",
+        help="Read each step before the next is dispatched.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+KvCacheMemory = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_size,
+        metavar="SIZE",
+        help="Bytes of each device's KV pool, e.g. 2GiB.",
+        show_default="what is left; 2GiB on a CPU",
+        rich_help_panel=_MEMORY,
+    ),
+]
+KvCacheDtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DTYPE",
+        help="Of the KV pool: float32, bfloat16 or float16.",
+        show_default="as --dtype",
+        rich_help_panel=_MEMORY,
+    ),
+]
+GpuMemoryUtilization = Annotated[
+    float | None,
+    typer.Option(
+        min=0.05,
+        max=1.0,
+        metavar="X",
+        help="Fraction of the device's memory (of the machine's on a CPU) to plan with.",
+        show_default=engine_default("memory_utilization"),
+        rich_help_panel=_MEMORY,
+    ),
+]
+PageSize = Annotated[
+    int | None,
+    typer.Option(
+        "--page-size",
+        "--block-size",
+        metavar="N",
+        help="Tokens of a KV page.",
+        show_default=engine_default("page_size"),
+        rich_help_panel=_MEMORY,
+    ),
+]
+PrefixCache = Annotated[
+    bool | None,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache",
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Keep the pages of prompts and outputs for requests that begin alike.",
+        show_default=engine_default("prefix_cache"),
+        rich_help_panel=_MEMORY,
+    ),
+]
+KvWatermark = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        metavar="X",
+        help="Fraction of the KV pool that admission leaves free for running sequences.",
+        show_default=engine_default("kv_watermark"),
+        rich_help_panel=_MEMORY,
+    ),
+]
+KvOffloadGib = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=1 << 20,
+        metavar="N",
+        help="Host memory, in GiB, for pages of preempted sequences; 0: recompute them.",
+        show_default=engine_default("kv_offload_bytes"),
+        rich_help_panel=_MEMORY,
+    ),
+]
+Deterministic = Annotated[
+    bool | None,
+    typer.Option(
+        "--deterministic",
+        help="The same request has the same logprobs, bit for bit, whatever runs beside it.",
+        show_default=engine_default("deterministic"),
+        rich_help_panel=_ENGINE,
+    ),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(PRESETS),
+        help="Values for what is not given itself. "
+        + "; ".join(f"{name}: {describe_preset(values)}" for name, values in PRESETS.items())
+        + ".",
+        show_default="none",
+        rich_help_panel=_SCHEDULING,
+    ),
+]
+TpotTargetMs = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        metavar="MS",
+        help="Most time between a running stream's tokens: prompts are computed in chunks that keep"
+        " it. 0: none.",
+        show_default=engine_default("tpot_target_ms"),
+        rich_help_panel=_SCHEDULING,
+    ),
+]
+PriorityAgeing = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="A waiting request rises to the next more urgent priority in the queue after it.",
+        show_default=engine_default("priority_ageing"),
+        rich_help_panel=_SCHEDULING,
+    ),
+]
+BatchPriority = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Priorities from this on are the batch class.",
+        show_default=engine_default("batch_priority"),
+        rich_help_panel=_SCHEDULING,
+    ),
+]
+InteractiveReserve = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        metavar="X",
+        help="Fraction of slots and pages that the batch class may not take.",
+        show_default=engine_default("interactive_reserve"),
+        rich_help_panel=_SCHEDULING,
+    ),
+]
+TenantWeight = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=W",
+        help="Share of a tenant among those of one priority; repeatable.",
+        show_default="1 each",
+        rich_help_panel=_SCHEDULING,
+    ),
+]
+MaxQueuedRequests = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_count,
+        metavar="N",
+        help="Requests that may wait.",
+        show_default=engine_default("max_queued_requests"),
+        rich_help_panel=_SCHEDULING,
+    ),
+]
+MaxQueuedTokens = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_count,
+        metavar="TOKENS",
+        help="Prompt tokens that may wait.",
+        show_default=engine_default("max_queued_tokens"),
+        rich_help_panel=_SCHEDULING,
+    ),
+]
+
+
+def engine_config(
+    preset: str | None = None,
+    *,
+    kv_cache_memory: int | None = None,
+    kv_cache_dtype: str | None = None,
+    kv_offload_gib: float | None = None,
+    gpu_memory_utilization: float | None = None,
+    tenant_weight: list[str] | None = None,
+    tpot_target_ms: float | None = None,
+    no_overlap: bool = False,
+    **fields: Any,
+) -> EngineConfig:
+    """The engine's configuration: what was given (is not None), a preset's values, the defaults.
+
+    `fields` are fields of `EngineConfig` by their own names.
+    """
+    values = given(
+        kv_pool_bytes=kv_cache_memory,
+        kv_dtype=stored_dtype(kv_cache_dtype),
+        memory_utilization=gpu_memory_utilization,
+        tpot_target_ms=tpot_target_ms,
+        **fields,
+    )
+    if tpot_target_ms == 0:
+        values["tpot_target_ms"] = None
+    if no_overlap:
+        values["overlap"] = False
+    try:
+        if kv_offload_gib is not None:
+            values["kv_offload_bytes"] = int(kv_offload_gib * 2**30)
+        if tenant_weight:
+            values["tenant_weights"] = _tenant_weights(tenant_weight)
+        return EngineConfig(**(preset_values(preset) if preset else {}) | values)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _tenant_weights(pairs: list[str]) -> tuple[tuple[str, float], ...]:
+    """NAME=W of each. Raises ValueError."""
+    weights: dict[str, float] = {}
+    for pair in pairs:
+        name, equals, weight = pair.rpartition("=")
+        if not equals or not _is_float(weight):
+            raise ValueError(f"--tenant-weight {pair!r} is not NAME=W, such as team-a=2")
+        if name in weights:
+            raise ValueError(f"--tenant-weight names {name!r} twice")
+        weights[name] = float(weight)
+    return tuple(weights.items())
+
+
+def _is_float(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

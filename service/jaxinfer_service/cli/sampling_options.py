@@ -1,0 +1,101 @@
+"""Options that say how tokens are chosen, of the commands that generate."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from jaxinfer.request import MAX_PRIORITY, MAX_SAMPLES
+
+_SAMPLING, _SCHEDULING = "Sampling", "Scheduling"
+
+Temperature = Annotated[
+    float, typer.Option(metavar="X", help="0 is greedy.", rich_help_panel=_SAMPLING)
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(metavar="X", help="Mass of the tokens to keep.", rich_help_panel=_SAMPLING),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="How many tokens to keep.", rich_help_panel=_SAMPLING),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="Keep tokens this many times as likely as the likeliest.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X", help="Above 1: against tokens seen before.", rich_help_panel=_SAMPLING
+    ),
+]
+PresencePenalty = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X", help="Above 0: against tokens in the output.", rich_help_panel=_SAMPLING
+    ),
+]
+FrequencyPenalty = Annotated[
+    float | None,
+    typer.Option(metavar="X", help="As presence, per occurrence.", rich_help_panel=_SAMPLING),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help="The same seed gives the same draws.", rich_help_panel=_SAMPLING
+    ),
+]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-new-tokens",
+        "--max-tokens",
+        metavar="N",
+        help="Output limit.",
+        show_default="as many as fit",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TEXT", help="A string that ends the output; repeatable.", rich_help_panel=_SAMPLING
+    ),
+]
+Samples = Annotated[
+    int,
+    typer.Option(
+        "-n",
+        "--n",
+        min=1,
+        max=MAX_SAMPLES,
+        metavar="N",
+        help="Samples of each prompt; they differ with --temperature above 0.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Priority = Annotated[
+    int,
+    typer.Option(
+        min=-MAX_PRIORITY,
+        max=MAX_PRIORITY,
+        metavar="N",
+        help="Lower runs first.",
+        rich_help_panel=_SCHEDULING,
+    ),
+]
+Tenant = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Who asks: tenants share the server and do not see each other's cached prefixes.",
+        show_default="none",
+        rich_help_panel=_SCHEDULING,
+    ),
+]

@@ -1,0 +1,49 @@
+"""The model behind the services: ready to serve, and served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.frontend import EngineLink, Frontend, OnEvents, OnStop
+from jaxinfer.request import EngineStoppedError
+from jaxinfer.text import TextProcessor
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model ready to serve: its text side, how to connect to its engine, and what to say of it.
+
+    Attributes:
+        names: what requests may call it; answers have the first.
+        config: the engine's, with the `dtype` it really has.
+        preset: the one that was chosen, or "".
+        determinism: by which way it is deterministic, or "".
+    """
+
+    names: Sequence[str]
+    text: TextProcessor
+    connect: Callable[[OnEvents, OnStop], EngineLink]
+    config: EngineConfig = field(default_factory=EngineConfig)
+    preset: str = ""
+    determinism: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model and the front that runs its requests."""
+
+    opened: OpenedModel
+    frontend: Frontend
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self.opened.names
+
+
+def loaded(served: ServedModel | None) -> ServedModel:
+    """The model, once there is one. Raises EngineStoppedError before."""
+    if served is None:
+        raise EngineStoppedError("the server is loading its model")
+    return served

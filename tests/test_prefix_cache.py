@@ -1,0 +1,178 @@
+"""Shared pages: found by content within a namespace, counted, evicted last used first."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from jaxinfer.page_allocator import CACHED, FREE, USED, OutOfPagesError
+from jaxinfer.prefix_cache import PrefixCache, extend_keys, namespace_key
+
+ROOT = namespace_key("tenant", "")
+
+
+def keys_of(tokens: list[int], root: bytes = ROOT, page_size: int = 4) -> list[bytes]:
+    keys: list[bytes] = []
+    extend_keys(keys, root, tokens, page_size)
+    return keys
+
+
+def published(cache: PrefixCache, tokens: list[int]) -> list[int]:
+    """Pages that held `tokens` and that nobody holds any more."""
+    keys = keys_of(tokens)
+    pages = cache.allocator.allocate(len(keys))
+    for key, page in zip(keys, pages):
+        cache.publish(key, page)
+    cache.allocator.release(pages)
+    cache.check_invariants()
+    return pages
+
+
+def test_a_key_names_a_page_and_all_before_it():
+    keys = keys_of(list(range(13)))
+    assert len(keys) == 3 == len(set(keys)), "full pages only"
+    assert keys_of(list(range(12)))[:3] == keys, "what follows does not matter"
+    assert keys_of([99, *range(1, 12)])[2] != keys[2], "what comes before does"
+    assert keys_of([2**40, 0, 0, 0]) != keys_of([0, 2**40, 0, 0])
+    grown = keys[:1]
+    extend_keys(grown, ROOT, list(range(13)), 4)
+    assert grown == keys
+
+
+def test_namespaces_have_nothing_in_common():
+    roots = [("a", ""), ("", "a"), ("a", "b"), ("ab", ""), ("a", "", ""), ("\ud800", "")]
+    assert len({keys_of([1, 2, 3, 4], namespace_key(*names))[0] for names in roots}) == len(roots)
+
+
+def test_the_longest_known_beginning_is_found():
+    cache = PrefixCache(10)
+    pages = published(cache, list(range(12)))
+    assert cache.match(keys_of([*range(12), 1, 2, 3, 4])) == pages
+    assert cache.match(keys_of([*range(8), 0, 0, 0, 0])) == pages[:2]
+    assert cache.match(keys_of([5, *range(11)])) == []
+
+
+def test_the_end_of_what_was_used_longest_ago_is_evicted_first_and_only_when_needed():
+    cache = PrefixCache(8)  # seven pages
+    old, new = published(cache, list(range(12))), published(cache, list(range(50, 58)))
+    assert (cache.allocator.num_free, cache.allocator.num_cached) == (2, 5)
+    cache.allocator.allocate(2)
+    assert cache.match(keys_of(list(range(12)))) == old, "free pages go first"
+    cache.allocator.allocate(1)
+    assert cache.match(keys_of(list(range(12)))) == old[:2]
+    cache.allocator.hold(old[:2])  # used again: now the others are the oldest
+    cache.allocator.release(old[:2])
+    cache.allocator.allocate(2)
+    assert cache.match(keys_of(list(range(50, 58)))) == []
+    assert cache.match(keys_of(list(range(12)))) == old[:2]
+    assert new
+    cache.check_invariants()
+
+
+def test_a_held_page_is_never_evicted():
+    cache = PrefixCache(4)
+    pages = published(cache, list(range(8)))
+    cache.allocator.hold(pages)
+    cache.allocator.allocate(1)
+    with pytest.raises(OutOfPagesError):
+        cache.allocator.allocate(1)
+    assert cache.match(keys_of(list(range(8)))) == pages
+
+
+def test_of_two_pages_with_the_same_content_the_first_stays_the_one_found():
+    cache = PrefixCache(6)
+    first = published(cache, [1, 2, 3, 4])
+    (twin,) = cache.allocator.allocate(1)
+    cache.publish(keys_of([1, 2, 3, 4])[0], twin)
+    cache.allocator.release([twin])
+    assert cache.match(keys_of([1, 2, 3, 4])) == first
+    assert cache.allocator.num_cached == 1, "the twin is free again"
+    cache.check_invariants()
+
+
+def test_withdrawn_and_flushed_pages_are_not_found():
+    cache = PrefixCache(8)
+    held = published(cache, [1, 2, 3, 4])
+    cache.allocator.hold(held)
+    published(cache, [5, 6, 7, 8])
+    assert cache.flush() == 2
+    cache.check_invariants()
+    assert cache.match(keys_of([1, 2, 3, 4])) == cache.match(keys_of([5, 6, 7, 8])) == []
+    assert cache.allocator.num_cached == 0 and cache.allocator.num_used == 1
+    cache.allocator.release(held)
+    assert cache.allocator.num_free == 7
+
+
+def test_states():
+    cache = PrefixCache(5)
+    (kept,) = published(cache, [1, 2, 3, 4])
+    (used,) = cache.allocator.allocate(1)
+    states = cache.allocator.states()
+    assert states[0] == USED and states[kept] == CACHED and states[used] == USED
+    assert sorted(states[1:]) == sorted([CACHED, USED, FREE, FREE])
+
+
+@pytest.mark.parametrize("page", [0, 3, 9])
+def test_pages_that_hold_nothing_cannot_be_shared_or_released(page):
+    allocator = PrefixCache(5).allocator
+    for change in (lambda: allocator.hold([page]), lambda: allocator.release([page])):
+        with pytest.raises((ValueError, IndexError)):
+            change()
+    allocator.check_invariants()
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Sequences over a tiny alphabet come, grow and go; a model knows what each page contains."""
+
+    @initialize(num_pages=st.integers(2, 12))
+    def start(self, num_pages):
+        self.cache = PrefixCache(num_pages)
+        self.running: list[tuple[list[int], list[int]]] = []  # tokens, pages
+        self.content: dict[int, tuple[int, ...]] = {}  # page: all tokens up to its end
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=2, max_size=12))
+    def arrive(self, tokens):
+        keys = keys_of(tokens, page_size=2)
+        found = self.cache.match(keys)
+        for index, page in enumerate(found):
+            assert self.content[page] == tuple(tokens[: 2 * index + 2]), "another's content"
+        allocator = self.cache.allocator
+        fresh = -(-len(tokens) // 2) - len(found)
+        if fresh > allocator.num_available - allocator.num_idle(found):
+            return
+        allocator.hold(found)
+        pages = found + allocator.allocate(fresh)
+        for index in range(len(found), len(pages)):
+            self.content[pages[index]] = tuple(tokens[: 2 * index + 2])
+        for index, key in enumerate(keys):
+            self.cache.publish(key, pages[index])
+        self.running.append((tokens, pages))
+
+    @rule(which=st.integers(0, 20), failed=st.booleans())
+    def end(self, which, failed):
+        if self.running:
+            _, pages = self.running.pop(which % len(self.running))
+            if failed:
+                self.cache.withdraw(pages)
+                assert all(page not in self.cache._keys for page in pages)
+            self.cache.allocator.release(pages)
+
+    @rule()
+    def flush(self):
+        self.cache.flush()
+
+    @invariant()
+    def consistent(self):
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check_invariants()
+        held = [page for _, pages in self.running for page in pages]
+        for page in range(1, self.cache.allocator.num_pages):
+            assert self.cache.allocator.holders(page) == held.count(page)
+        for tokens, pages in self.running:  # nobody's content changed under it
+            for index, page in enumerate(pages):
+                assert self.content[page] == tuple(tokens[: 2 * index + 2])
+
+
+TestCacheMachine = CacheMachine.TestCase
