@@ -10,6 +10,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn", "divisors"]
 
+# How a token's result is kept independent of its company: not at all; all programs agree to the
+# last bit; or it is always the same program that computes it (see `determinism.py`).
+Determinism = Literal["off", "invariant", "fixed"]
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:

@@ -17,10 +17,10 @@ WINDOW = 10.0  # seconds over which the rate of ends is averaged
 class Pace:
     """Times of steps, by what was in them. Times are in seconds."""
 
-    def __init__(self, chunk_tokens: int, tpot_target: float | None):
+    def __init__(self, chunk_tokens: int, tpot_target: float | None, one_size: bool = False):
         self.tpot_target = tpot_target
         self._sizes = [chunk_tokens]  # the chunks to choose from, largest first
-        while self._sizes[-1] >= 2 * SMALLEST_CHUNK:
+        while not one_size and self._sizes[-1] >= 2 * SMALLEST_CHUNK:
             self._sizes.append(self._sizes[-1] // 2)
         self._decode_times: dict[int, float] = {}  # by number of rows, as a power of two
         self._token_time: float | None = None  # of a prompt token beside whatever decodes
@@ -30,16 +30,17 @@ class Pace:
 
     # -- what is learned ---------------------------------------------------------------------------
 
-    def expect(self, decodes: int, chunk: int) -> float:
+    def expect(self, decodes: int, chunk: int, streams: int) -> float:
         """A step was planned: what it will take counts at once, since it is read much later.
 
-        Returns the seconds expected, to be given to `observe`.
+        `streams` wait for a token meanwhile; they get one if there are `decodes`. Returns the
+        seconds expected, to be given to `observe`.
         """
         seconds = self._decode_time(decodes)
         if chunk:
             seconds += self._size(chunk) * (self._token_time or 0.0)
-        if decodes:
-            self._enter(seconds)
+        if streams and self.tpot_target is not None:
+            self._enter((self.tpot_target if decodes else 0.0) - seconds)
         return seconds
 
     def observe(
@@ -49,7 +50,7 @@ class Pace:
         if seconds <= 0:
             return
         if decodes and self.tpot_target is not None:
-            self._enter(self.tpot_target + seconds - expected)
+            self._enter(expected - seconds)
         if chunk:
             extra = max(0.0, seconds - self._decode_time(decodes)) / self._size(chunk)
             self._token_time = _blend(self._token_time, extra)
@@ -60,9 +61,9 @@ class Pace:
         self._end_rate += fresh * (ends / seconds - self._end_rate)
 
     def _enter(self, seconds: float) -> None:
-        """Running streams waited so long for a token."""
+        """Time gained against the bound, or lost. What was gained is not saved up for long."""
         if self.tpot_target is not None:
-            credit = self._credit + self.tpot_target - seconds
+            credit = self._credit + seconds
             self._credit = min(max(credit, -4 * self.tpot_target), self.tpot_target)
 
     def _size(self, chunk: int) -> int:
@@ -79,13 +80,13 @@ class Pace:
 
     # -- what it is good for -----------------------------------------------------------------------
 
-    def chunk_budget(self, decodes: int) -> int:
-        """Prompt tokens the next step may compute beside `decodes` running streams."""
-        if self.tpot_target is None or not decodes:
+    def chunk_budget(self, streams: int) -> int:
+        """Prompt tokens the next step may compute while `streams` wait for a token."""
+        if self.tpot_target is None or not streams:
             return self._sizes[0]
         if self._token_time is None:
             return self._sizes[-1]  # the first chunk shows what a token costs
-        spare = self.tpot_target + self._credit - self._decode_time(decodes)
+        spare = self.tpot_target + self._credit - self._decode_time(streams)
         fitting = [size for size in self._sizes if size * self._token_time <= spare]
         if fitting:
             return fitting[0]

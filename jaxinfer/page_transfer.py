@@ -92,7 +92,7 @@ class PageTransfer:
         host_pages: tuple[int, ...],
         programs: list[tuple[Any, Any]],
     ):
-        self.groups, self.host_pages, self._programs = groups, host_pages, programs
+        self.groups, self.host_pages, self.programs = groups, host_pages, programs
         # Written once, so that the memory is there from the start.
         self._store = [
             np.full((count, *batch_struct(group, None).shape[1:]), 0, jnp.dtype(group.dtype))
@@ -105,7 +105,7 @@ class PageTransfer:
         for group, pages, host_pages in _batches(plan.page_outs):
             while len(self._reads) >= MOST_BATCHES:
                 self._land()
-            read, _ = self._programs[group]
+            read, _ = self.programs[group]
             data = read(pools_of(pools, self.groups[group]), _padded(pages))
             data.copy_to_host_async()
             self._reads.append(_Read(plan.number, group, host_pages, data))
@@ -113,7 +113,7 @@ class PageTransfer:
             layers = self.groups[group].layers
             if sent and sent % MOST_BATCHES == 0:
                 jax.block_until_ready(pools[layers[0]])
-            _, write = self._programs[group]
+            _, write = self.programs[group]
             data = self._take(group, host_pages)
             written = write(pools_of(pools, self.groups[group]), _padded(pages), data)
             pools = list(pools)

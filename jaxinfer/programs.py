@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.config import Determinism
 from jaxinfer.kv_pool import Pools
 from jaxinfer.page_transfer import BATCH, batch_struct, pools_of, read_pages, write_pages
 from jaxinfer.program_store import ProgramStore
@@ -24,6 +25,7 @@ from jaxinfer.step_plan import MAX_PIECES, StepShape
 
 FEWEST_ROWS = 8  # the rung between one stream and doublings
 SMALLEST_CHUNK = 64
+LEAST_FIXED_CHUNK = 128
 
 # Programs compile side by side already: splitting each one as well takes longer, and so does
 # loading the parts from the cache.
@@ -51,18 +53,41 @@ def chunk_rungs(max_chunk: int) -> tuple[int, ...]:
 
 
 def step_shapes(
-    max_num_seqs: int, max_chunk: int, page_size: int, num_groups: int
+    max_num_seqs: int,
+    max_chunk: int,
+    page_size: int,
+    num_groups: int,
+    determinism: Determinism = "off",
 ) -> tuple[StepShape, ...]:
     """Every program shape: decode alone on each rung of rows, and each chunk size beside rows.
 
     From the largest chunk down, sizes alternate between all rows and few: each program costs
     start-up time, and the next larger one serves for what is missing.
+
+    With determinism there is no program of one row, whose matrix products are another kernel's.
+    "fixed" has two programs: all rows, and one chunk without any.
     """
-    chunks, few = chunk_rungs(max_chunk), min(FEWEST_ROWS, max_num_seqs)
-    sizes = [(rows, 0) for rows in row_rungs(max_num_seqs)]
-    sizes += [(max_num_seqs, chunk) for chunk in chunks[::-2]]
-    sizes += [(few, chunk) for chunk in chunks[-2::-2]]
+    all_rows = max_num_seqs if determinism == "off" else max(max_num_seqs, 2)
+    if determinism == "fixed":
+        sizes = [(all_rows, 0), (0, fixed_chunk(max_chunk))]
+    else:
+        chunks, few = chunk_rungs(max_chunk), min(FEWEST_ROWS, all_rows)
+        rungs = row_rungs(all_rows)
+        sizes = [(rows, 0) for rows in rungs if rows > 1 or determinism == "off"]
+        sizes += [(all_rows, chunk) for chunk in chunks[::-2]]
+        sizes += [(few, chunk) for chunk in chunks[-2::-2]]
     return tuple(StepShape(rows, chunk, page_size, num_groups) for rows, chunk in sizes)
+
+
+def fixed_chunk(max_chunk: int) -> int:
+    """The chunk of determinism "fixed", paid whole however few tokens it has: a quarter of the
+    largest, but no less than what makes good use of the weights."""
+    return min(max_chunk, max(LEAST_FIXED_CHUNK, max_chunk // 4))
+
+
+def sampler_variants(deterministic: bool) -> tuple[Variant, ...]:
+    """Samplers of the set. With determinism a drawn token is always drawn by the same one."""
+    return ("greedy", "full") if deterministic else VARIANTS
 
 
 def smallest_shape(shapes: tuple[StepShape, ...], rows: int, chunk: int) -> StepShape:
@@ -101,10 +126,11 @@ class Programs:
     admit: Any = None
     load_history: Any = None
     temp_bytes: int = 0
-    count: int = 0
+    names: set[str] = field(default_factory=set)
 
-    def enter(self, key: Key, executable: Any) -> None:
+    def enter(self, program: Lowerable, executable: Any) -> None:
         """Put a member of the set where it belongs and account for its memory."""
+        key = program.key
         match key:
             case StepShape():
                 self.forward[key] = executable
@@ -119,7 +145,11 @@ class Programs:
         analysis = executable.memory_analysis()
         if analysis is not None:
             self.temp_bytes = max(self.temp_bytes, analysis.temp_size_in_bytes)
-        self.count += 1
+        self.names.add(program.name)
+
+    def keep(self, shapes: tuple[StepShape, ...]) -> None:
+        """Forget the steps of all other shapes."""
+        self.forward = {shape: self.forward[shape] for shape in shapes}
 
     def logits_bytes(self, vocab_size: int) -> int:
         """The largest logits that go from one program to the next."""
@@ -188,8 +218,10 @@ def compile_programs(
 ) -> None:
     """Compile programs into the table, in threads, or load what `store` has of them.
 
-    `progress` hears of 0 programs done first, if there are any to compile.
+    Those that the table has stay. `progress` hears of 0 programs done first, if there are any to
+    compile.
     """
+    programs = [program for program in programs if program.name not in table.names]
     done = itertools.count(1)
     options = _CPU_OPTIONS if jax.default_backend() == "cpu" else None
     missing = sum(1 for p in programs if store is None or not store.has(p.name))
@@ -210,4 +242,4 @@ def compile_programs(
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         for program, executable in zip(programs, pool.map(build, programs)):
-            table.enter(program.key, executable)
+            table.enter(program, executable)

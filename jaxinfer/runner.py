@@ -16,6 +16,7 @@ from jaxinfer.page_transfer import PageTransfer
 from jaxinfer.programs import Programs, smallest_shape
 from jaxinfer.request import SamplingParams, TokenLogprobs
 from jaxinfer.sampler import VARIANTS, Variant
+from jaxinfer.sequence import Sequence
 from jaxinfer.slot_state import pack_admissions, pack_history
 from jaxinfer.step_plan import MAX_PIECES, StepPlan, StepShape, pack
 
@@ -70,27 +71,30 @@ class Runner:
         state: tuple[Any, Any, Any, Any, Any],
         transfer: PageTransfer | None = None,
     ):
-        self.programs = programs
         self.transfer = transfer
-        self.shapes = tuple(programs.forward)
+        self.programs = programs
         self.null_slot = num_slots
         self.params, self.pools, self.slots, self.options, self.history = state
         self._table_widths = tuple(table.shape[1] for table in self.slots.page_tables)
 
-    def dispatch(self, plan: StepPlan) -> Dispatched:
-        """Send one step to the device."""
+    def dispatch(self, plan: StepPlan, shape: StepShape | None = None) -> Dispatched:
+        """Send one step to the device, in the cheapest shape that holds it if none is named."""
         if plan.page_outs or plan.page_ins:
             assert self.transfer is not None, "pages move, but host memory for them was not planned"
             self.pools = self.transfer.dispatch(self.pools, plan)
-        self._admit(plan)
-        shape = smallest_shape(self.shapes, len(plan.decodes), plan.chunk_tokens)
-        packed = pack(plan, shape, self.null_slot)
+        self.admit(plan.admitted, plan.resumed)
+        if shape is None:
+            shape = smallest_shape(
+                tuple(self.programs.forward), len(plan.decodes), plan.chunk_tokens
+            )
+        packed, samplers = pack(plan, shape, self.null_slot), self.programs.sample
         self.pools, self.slots, rows, logits = self.programs.forward[shape](
             self.params, self.pools, self.slots, packed
         )
-        variant = _variant(plan)
+        least = VARIANTS[_level(plan) :]
+        variant = next(v for v in least if (shape.sample_rows, v) in samplers)
         history = self.history if variant == "full" else None
-        self.slots, history, out = self.programs.sample[shape.sample_rows, variant](
+        self.slots, history, out = samplers[shape.sample_rows, variant](
             logits, rows, self.slots, self.options, history
         )
         if history is not None:
@@ -111,28 +115,28 @@ class Runner:
         logprobs = out[:, 2:] if handle.variant == "full" else None
         return StepResult(out[:, 0].tolist(), out[:, 1].tolist(), logprobs)
 
-    def _admit(self, plan: StepPlan) -> None:
+    def admit(self, admitted: list[Sequence], resumed: list[Sequence]) -> None:
         """Upload options and pages of admitted sequences, and the history penalties need."""
-        for admitted in itertools.batched(plan.admitted, MAX_PIECES):
+        for batch in itertools.batched(admitted, MAX_PIECES):
             packed = pack_admissions(
-                list(admitted), plan.resumed, MAX_PIECES, self.null_slot, self._table_widths
+                list(batch), resumed, MAX_PIECES, self.null_slot, self._table_widths
             )
             self.slots, self.options = self.programs.admit(self.slots, self.options, packed)
-        for sequence in plan.admitted:
+        for sequence in admitted:
             if sequence.request.params.penalised:
                 for upload in pack_history(sequence):
                     self.history = self.programs.load_history(self.history, upload)
 
 
-def _variant(plan: StepPlan) -> Variant:
-    """The least member of the sampler's set that covers every row of the plan."""
+def _level(plan: StepPlan) -> int:
+    """Index of the least sampler that covers every row of the plan."""
     level = 0
     for sequence in plan.decodes:
         level = max(level, sampling_level(sequence.request.params))
     for piece in plan.pieces:
         if piece.last:
             level = max(level, sampling_level(piece.sequence.request.params))
-    return VARIANTS[level]
+    return level
 
 
 def sampling_level(params: SamplingParams) -> int:

@@ -52,7 +52,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # most urgent first, then in order of admission
         self.by_id: dict[str, Sequence] = {}
         self.deadlines = Deadlines(self.by_id)
-        self.pace = Pace(limits.chunk_tokens, policy.tpot_target)
+        self.pace = Pace(limits.chunk_tokens, policy.tpot_target, policy.separate_phases)
         self.thrash = ThrashGuard(limits.page_size)
         self.records: deque[StepRecord] = deque(maxlen=KEPT_RECORDS)
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
@@ -170,7 +170,8 @@ class Scheduler:
             sequence.num_in_flight += 1
             sequence.last_step = plan.number
         plan.page_outs, self._page_outs = self._page_outs, []
-        plan.expected = self.pace.expect(len(plan.decodes), plan.chunk_tokens)
+        streams = len(plan.decodes) or sum(sequence.decodes for sequence in self.running)
+        plan.expected = self.pace.expect(len(plan.decodes), plan.chunk_tokens, streams)
         self.pages.step_planned()
         self._chunk_was_last = not plan.decodes
         self._step += 1
@@ -235,9 +236,10 @@ class Scheduler:
 
     def _plan_chunk_alone(self, plan: StepPlan, now: float) -> bool:
         """A step of prompts only, unless it is the turn of those that decode."""
-        if self._chunk_was_last and any(sequence.decodes for sequence in self.running):
+        streams = sum(sequence.decodes for sequence in self.running)
+        if self._chunk_was_last and streams:
             return False
-        self._plan_chunk(plan, now, self.limits.chunk_tokens)
+        self._plan_chunk(plan, now, self.pace.chunk_budget(streams))
         return bool(plan.pieces)
 
     def _plan_chunk(self, plan: StepPlan, now: float, budget: int) -> None:

@@ -12,7 +12,8 @@ import jax
 from jax.sharding import Mesh
 
 from jaxinfer.compile_watch import CompileWatch
-from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.config import Determinism, EngineConfig, ModelConfig
+from jaxinfer.determinism import ATTENTION_BLOCK, Build, choose
 from jaxinfer.engine import Engine
 from jaxinfer.host_memory import keep_freed_memory
 from jaxinfer.kv_pool import KVGroup, empty_pools, host_pages_for, pages_for
@@ -23,7 +24,14 @@ from jaxinfer.params import ParamSpec
 from jaxinfer.paths import cache_dir
 from jaxinfer.policy import SchedulerPolicy
 from jaxinfer.program_store import ProgramStore, describe_arrays
-from jaxinfer.programs import Programs, Progress, compile_programs, program_set, step_shapes
+from jaxinfer.programs import (
+    Programs,
+    Progress,
+    compile_programs,
+    program_set,
+    sampler_variants,
+    step_shapes,
+)
 from jaxinfer.runner import Runner
 from jaxinfer.scheduler import Scheduler, SchedulerLimits
 from jaxinfer.sharding import (
@@ -89,18 +97,11 @@ def build_engine(
         logger.info(line)
     pool_place = None if mesh is None else pool_sharding(groups[0].layer_shape, mesh)
     state = (params, empty_pools(groups, pool_place), slots, options, history)
-    step_model = StepModel(model.config, groups, _attention(device), mesh)
-    shapes = step_shapes(
-        config.max_num_seqs, config.max_num_batched_tokens, config.page_size, len(groups)
-    )
-    programs = _compile(step_model, shapes, state, memory, progress)
-    host_pages = host_pages_for(groups, config.kv_offload_bytes)
-    if device.platform == "cpu":
-        keep_freed_memory()
+    runner, determinism = _runner(model.config, config, groups, state, memory, mesh, progress)
     compiles = CompileWatch(guard_compiles)
     engine = Engine(
-        _scheduler(config, groups, host_pages),
-        Runner(programs, config.max_num_seqs, state, _transfer(groups, host_pages, programs)),
+        _scheduler(config, groups, runner, determinism),
+        runner,
         _limits(model.config, config, groups, max_model_len),
         overlap=config.overlap,
         memory=memory,
@@ -111,44 +112,73 @@ def build_engine(
     return engine
 
 
-def _compile(
-    step_model: StepModel,
-    shapes: tuple[StepShape, ...],
+def _runner(
+    model: ModelConfig,
+    config: EngineConfig,
+    groups: tuple[KVGroup, ...],
     state: tuple[Any, Any, Slots, Options, History],
     memory: MemoryPlan,
+    mesh: Mesh | None,
     progress: Progress | None,
-) -> Programs:
-    """All programs, held to the workspace that was planned for them."""
+) -> tuple[Runner, Determinism]:
+    """The runner with all its programs, held to the workspace that was planned for them."""
     started = time.monotonic()
-    store = None  # which keeps programs of a single device only
-    if step_model.mesh is None:
-        store = ProgramStore(cache_dir() / "programs", step_model, describe_arrays(state))
-    programs, offload = Programs(), memory.host_bytes > 0
-    wanted = program_set(step_model, shapes, state, offload=offload)
-    compile_programs(wanted, programs, progress, store)
+    runner = Runner(Programs(), config.max_num_seqs, state)
+    programs, build = runner.programs, _builder(runner, config, model, groups, mesh, progress)
+    determinism: Determinism = "off"
+    if config.deterministic:
+        lengths = (config.max_num_batched_tokens, _max_model_len(model, config))
+        determinism = choose(runner, build, groups, *lengths, model.vocab_size)
+    else:
+        sizes = (config.max_num_seqs, config.max_num_batched_tokens, config.page_size, len(groups))
+        build(step_shapes(*sizes))
+    if config.kv_offload_bytes:
+        host_pages = host_pages_for(groups, config.kv_offload_bytes)
+        by_group = [(programs.read_pages[i], programs.write_pages[i]) for i in range(len(groups))]
+        runner.transfer = PageTransfer(groups, host_pages, by_group)
     seconds, temporary = time.monotonic() - started, programs.temp_bytes
     logger.info(
-        f"{programs.count} programs ready in {seconds:.1f} s, "
+        f"{len(programs.names)} programs ready in {seconds:.1f} s, "
         f"largest temporary {size_text(temporary)}"
     )
-    logits = programs.logits_bytes(step_model.config.vocab_size)
+    logits = programs.logits_bytes(model.vocab_size)
     if temporary + logits > memory.workspace_bytes:
         raise RuntimeError(
             f"the largest program needs {temporary} bytes of temporaries and {logits} of logits, "
             f"more than the {memory.workspace_bytes} planned; "
             "lower max_num_batched_tokens or max_num_seqs"
         )
-    return programs
+    return runner, determinism
 
 
-def _transfer(
-    groups: tuple[KVGroup, ...], host_pages: tuple[int, ...], programs: Programs
-) -> PageTransfer | None:
-    """What moves pages to host memory, if there is any for them."""
-    if not any(host_pages):
-        return None
-    by_group = [(programs.read_pages[i], programs.write_pages[i]) for i in range(len(groups))]
-    return PageTransfer(groups, host_pages, by_group)
+def _builder(
+    runner: Runner,
+    config: EngineConfig,
+    model: ModelConfig,
+    groups: tuple[KVGroup, ...],
+    mesh: Mesh | None,
+    progress: Progress | None,
+) -> Build:
+    """What compiles the programs of some shapes, or loads them, into a runner's table."""
+    block = ATTENTION_BLOCK if config.deterministic else None
+    step_model = StepModel(model, groups, _attention(jax.devices()[0]), mesh, block)
+    state = (runner.params, runner.pools, runner.slots, runner.options, runner.history)
+    store = None  # which keeps programs of a single device only
+    if mesh is None:
+        store = ProgramStore(cache_dir() / "programs", step_model, describe_arrays(state))
+    structs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if mesh else None),
+        state,
+    )
+    variants, offload = sampler_variants(config.deterministic), config.kv_offload_bytes > 0
+
+    def build(shapes: tuple[StepShape, ...]) -> None:
+        wanted = program_set(step_model, shapes, structs, variants, offload)
+        compile_programs(wanted, runner.programs, progress, store)
+        if jax.default_backend() == "cpu":
+            keep_freed_memory()
+
+    return build
 
 
 def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:
@@ -178,11 +208,11 @@ def _attention(device: jax.Device) -> Implementation:
 
 
 def _scheduler(
-    config: EngineConfig, groups: tuple[KVGroup, ...], host_pages: tuple[int, ...]
+    config: EngineConfig, groups: tuple[KVGroup, ...], runner: Runner, determinism: Determinism
 ) -> Scheduler:
     limits = SchedulerLimits(
         num_slots=config.max_num_seqs,
-        chunk_tokens=config.max_num_batched_tokens,
+        chunk_tokens=max(shape.chunk for shape in runner.programs.forward),
         page_size=config.page_size,
         num_pages=tuple(group.num_pages for group in groups),
     )
@@ -195,7 +225,8 @@ def _scheduler(
         tpot_target=None if target is None else target / 1000,
         batch_priority=config.batch_priority,
         interactive_reserve=config.interactive_reserve,
-        host_pages=host_pages,
+        host_pages=runner.transfer.host_pages if runner.transfer else (),
+        separate_phases=determinism == "fixed",
     )
     return Scheduler(limits, policy)
 

@@ -23,6 +23,7 @@ from tiny_checkpoint import hf_folder
 from typer.testing import CliRunner
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.request import Scheduling
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "service")])}
@@ -237,6 +238,7 @@ def test_generate_prints_json_or_streams_the_same_text(tiny):
     assert first["prompt_token_ids"] and second["prompt_token_ids"] != first["prompt_token_ids"]
     assert set(first["timing"]) == {"queued", "first_token", "total"}
     assert len(first["logprobs"]) == 8 and len(first["logprobs"][0]["top"]) == 2
+    assert first["cached_tokens"] == 0 and first["more"] == []
     plain = run(*args)
     assert plain.exit_code == 0 and plain.stdout == first["text"] + "\n"
 
@@ -287,6 +289,22 @@ def test_chat_works_piped():
         "system: S\nuser: one\nassistant: yes\nuser: two\nassistant:",
         "system: S\nuser: three\nassistant:",
     ]
+
+
+def test_chat_says_how_urgent_and_whose_it_is():
+    seen = []
+
+    def script(request):
+        seen.append(request.scheduling)
+        return says("yes")(request)
+
+    with server_thread(ScriptedEngine(script)) as address:
+        chat = ("chat", "--server", address)
+        assert in_process(*chat, "--priority", 7, "--tenant", "t", input="hi").stdout == "yes\n"
+        assert in_process(*chat, input="hi").returncode == 0
+        wrong = in_process(*chat, "--priority", 1001, input="hi")
+    assert seen == [Scheduling(7, "t"), Scheduling()]
+    assert wrong.returncode == 2 and "1000" in wrong.stderr
 
 
 def test_chat_without_a_server_and_beyond_its_length():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -68,3 +69,19 @@ def test_answers_to_several_prompts_are_told_apart(tiny):
     assert "---" not in one
     long = generate(tiny, "-p", "the " * 20, "-p", "a").stdout
     assert max(map(len, re.findall("^---.*", long, re.M))) < 80
+
+
+def test_samples_come_under_their_numbers_and_in_json(tiny):
+    draws = ("-p", "the", "--temperature", "1", "--seed", "3")
+    first = generate(tiny, *draws).stdout
+    second = generate(tiny, *draws[:-1], "4").stdout
+    assert first != second
+    both = generate(tiny, *draws, "-n", "2").stdout
+    assert both == f"--- sample 1 of 2\n{first}\n--- sample 2 of 2\n{second}"
+    (line,) = generate(tiny, *draws, "--n", "2", "--json").stdout.splitlines()
+    fields = json.loads(line)
+    (more,) = fields["more"]
+    assert [fields["text"] + "\n", more["text"] + "\n"] == [first, second]
+    assert set(fields) - set(more) == {"model", "prompt_token_ids", "more"}
+    two = generate(tiny, *draws, "-n", "2", "-p", "in").stdout
+    assert two.startswith(f"--- 1 of 2: the\n{both}\n--- 2 of 2: in\n--- sample 1 of 2\n")

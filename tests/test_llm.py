@@ -12,6 +12,7 @@ from jaxinfer_service.cli.serve import serve
 from jaxinfer import LLM, FinishReason, SamplingParams
 from jaxinfer.config import EngineConfig
 from jaxinfer.llm import _FLAGS
+from jaxinfer.presets import PRESETS
 from jaxinfer.request import RequestError
 
 TOKENIZER = byte_tokenizer()
@@ -109,6 +110,23 @@ def test_an_interrupt_leaves_the_engine_empty():
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b", "c"], GREEDY)
     assert not engine.has_work and engine.counters.aborted == 3
+
+
+def test_a_preset_is_below_what_is_given(monkeypatch):
+    seen = []
+
+    def open_engine(model, config, *rest):
+        seen.append(config)
+        raise InterruptedError
+
+    monkeypatch.setattr("jaxinfer.llm.open_engine", open_engine)
+    for options in ({"preset": "batch", "max_num_seqs": 3}, {"max_num_seqs": 3}):
+        with pytest.raises(InterruptedError):
+            LLM("m", **options)
+    assert seen[1] == EngineConfig(max_num_seqs=3)
+    assert seen[0] == EngineConfig(**{**PRESETS["batch"], "max_num_seqs": 3})
+    with pytest.raises(ValueError, match="choose one of online, batch, mixed"):
+        LLM("m", preset="fast")
 
 
 @pytest.mark.parametrize(

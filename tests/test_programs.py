@@ -131,7 +131,9 @@ def test_the_workspace_that_was_planned_covers_every_program():
         every = [*programs.forward.values(), *programs.sample.values()]
         most = max(program.memory_analysis().temp_size_in_bytes for program in every)
         assert programs.temp_bytes >= most
-        assert programs.logits_bytes(VOCAB) == 4 * VOCAB * max(s.sample_rows for s in programs.forward)
+        assert programs.logits_bytes(VOCAB) == 4 * VOCAB * max(
+            s.sample_rows for s in programs.forward
+        )
         assert programs.temp_bytes + programs.logits_bytes(VOCAB) <= engine.memory.workspace_bytes
 
 

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import reference_sampler
 
-from jaxinfer import startup
+from jaxinfer import determinism, startup
 from jaxinfer.compile_watch import CompileWatch
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine import Engine
 from jaxinfer.kv_pool import kv_groups
 from jaxinfer.models import family_of
+from jaxinfer.page_transfer import PageTransfer
 from jaxinfer.params import init_params
 from jaxinfer.request import (
     Abort,
@@ -51,6 +52,9 @@ class Setup:
     kv_dtype: str | None = None
     attention: str | None = None  # None: as a start chooses it
     devices: int = 1
+    deterministic: bool = False
+    differs: bool = False  # some programs disagree: determinism is "fixed"
+    host_pages: int = 0  # of preempted sequences
 
     def config(self, overlap: bool = True) -> EngineConfig:
         page_bytes = kv_groups(TINY, 1, self.page_size, self.kv_dtype or self.dtype)[0].page_bytes
@@ -63,6 +67,8 @@ class Setup:
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             overlap=overlap,
+            deterministic=self.deterministic,
+            kv_offload_bytes=self.host_pages * page_bytes,
         )
 
 
@@ -78,6 +84,9 @@ def built(setup: Setup) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         if setup.attention:
             patch.setattr(startup, "_attention", lambda device: setup.attention)
+        if setup.differs:
+            found = iter([("a row", 0, np.zeros(42, np.int32))])
+            patch.setattr(determinism, "invariant_ways", lambda *args: found)
         engine = startup.build_engine(model, setup.config())
     engine.compiles.close()  # others compile in this process; `drive` watches by itself
     return engine
@@ -90,8 +99,12 @@ def engine_for(setup: Setup, overlap: bool = True, params=None) -> Engine:
     slots = empty_slots(setup.slots, tuple(t.shape[1] for t in base.runner.slots.page_tables))
     options, history = empty_options(setup.slots), empty_history(setup.slots, VOCAB)
     params = params if params is not None else base.runner.params
-    runner = Runner(base.runner.programs, setup.slots, (params, pools, slots, options, history))
-    return Engine(Scheduler(base.scheduler.limits), runner, base.limits, overlap)
+    state, transfer = (params, pools, slots, options, history), base.runner.transfer
+    if transfer is not None:
+        transfer = PageTransfer(transfer.groups, transfer.host_pages, transfer.programs)
+    runner = Runner(base.runner.programs, setup.slots, state, transfer)
+    scheduler = Scheduler(base.scheduler.limits, base.scheduler.policy)
+    return Engine(scheduler, runner, base.limits, overlap)
 
 
 @dataclasses.dataclass

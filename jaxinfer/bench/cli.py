@@ -1,4 +1,7 @@
-"""`jaxinfer bench throughput | latency | steps`. `serve` is added where the transport is known."""
+"""`jaxinfer bench throughput | latency | steps`, and the commands of `cli_scheduling`.
+
+`serve` is added where the transport is known.
+"""
 
 from __future__ import annotations
 
@@ -7,68 +10,64 @@ from typing import Annotated, Any
 import typer
 
 from jaxinfer.bench import report
-from jaxinfer.bench.workload import DATASETS, Dataset, WorkItem, make_workload
+from jaxinfer.bench.cli_scheduling import COMMANDS
+from jaxinfer.bench.options import (
+    Concurrency,
+    DatasetName,
+    EngineOptions,
+    InputLen,
+    JsonTo,
+    Model,
+    NumPrompts,
+    OutputLen,
+    PrefixCache,
+    Seed,
+    SyntheticInputLen,
+    SyntheticOutputLen,
+    dataset_name,
+    lengths,
+    takes_engine_options,
+    with_context,
+)
+from jaxinfer.bench.workload import WorkItem, make_workload
 
-app = typer.Typer(no_args_is_help=True, help="Measure throughput, latency, steps, and a server.")
+__all__ = [  # for commands that are added elsewhere
+    "DatasetName",
+    "JsonTo",
+    "Model",
+    "NumPrompts",
+    "Seed",
+    "SyntheticInputLen",
+    "SyntheticOutputLen",
+    "app",
+    "dataset_name",
+    "lengths",
+]
 
-Model = Annotated[
-    str, typer.Argument(help="An Orbax or Hugging Face folder, a .gguf file, or `demo`.")
-]
-Dtype = Annotated[str | None, typer.Option(help="Weights and activations; default: as stored.")]
-NumPrompts = Annotated[int, typer.Option(help="Requests to run.")]
-InputLen = Annotated[int, typer.Option(help="Prompt tokens of a request.")]
-OutputLen = Annotated[int, typer.Option(help="Output tokens of a request.")]
-SyntheticInputLen = Annotated[
-    int | None, typer.Option(help="Prompt tokens of a synthetic request; default: 128.")
-]
-SyntheticOutputLen = Annotated[
-    int | None, typer.Option(help="Output tokens of a synthetic request; default: 64.")
-]
-DatasetName = Annotated[
-    str, typer.Option(help=f"{' or '.join(DATASETS)}: fixed lengths, or lengths as in real chats.")
-]
-Seed = Annotated[int, typer.Option(help="Prompts, lengths and arrivals follow from it.")]
-JsonTo = Annotated[str | None, typer.Option("--json", help="Write JSON to a file; -: to stdout.")]
-MaxModelLen = Annotated[
-    int | None, typer.Option(help="Prompt + output tokens of one sequence; default: the model's.")
-]
-ChunkTokens = Annotated[int, typer.Option(help="Prompt tokens one step may prefill.")]
-PoolBytes = Annotated[
-    int | None, typer.Option(help="Bytes of the KV pool; default: as for serving.")
-]
+app = typer.Typer(
+    no_args_is_help=True, help="Measure throughput, latency, steps, scheduling, and a server."
+)
 
 
 @app.command()
+@takes_engine_options
 def throughput(
     model: Model,
+    engine: EngineOptions,
     num_prompts: NumPrompts = 64,
     input_len: SyntheticInputLen = None,
     output_len: SyntheticOutputLen = None,
-    concurrency: Annotated[
-        int,
-        typer.Option("--concurrency", "--max-num-seqs", min=1, help="Requests that run at once."),
-    ] = 32,
+    concurrency: Concurrency = 32,
     dataset: DatasetName = "synthetic",
+    prefix_cache: PrefixCache = False,
     seed: Seed = 0,
-    dtype: Dtype = None,
-    max_model_len: MaxModelLen = None,
-    max_num_batched_tokens: ChunkTokens = 512,
-    kv_cache_memory: PoolBytes = None,
     json_to: JsonTo = None,
 ) -> None:
     """Run many requests through the engine, without a server: requests and tokens a second."""
     from jaxinfer.bench import offline
 
     prompt_len, new_len = lengths(dataset, input_len, output_len)
-    bench = _start(
-        model,
-        0,
-        dtype,
-        max_num_seqs=concurrency,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_pool_bytes=kv_cache_memory,
-    )
+    bench = engine.start(model, max_num_seqs=concurrency, prefix_cache=prefix_cache)
     items = _workload(bench.engine, dataset, num_prompts, prompt_len, new_len, seed)
     with report.progress_bar() as progress:
         result = offline.throughput(bench.engine, items, concurrency, progress)
@@ -82,38 +81,29 @@ def throughput(
             "prefill tokens / s, first wave": result["prefill_tokens_per_second"],
             "seconds": result["elapsed_time"],
         },
-        _with_context(result, bench, dataset, seed),
+        with_context(result, bench, dataset=dataset, seed=seed),
         json_to,
     )
 
 
 @app.command()
+@takes_engine_options
 def latency(
     model: Model,
+    engine: EngineOptions,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests of one batch.")] = 8,
     input_len: InputLen = 32,
     output_len: OutputLen = 128,
     num_iters: Annotated[int, typer.Option(help="Batches to time.")] = 10,
     num_iters_warmup: Annotated[int, typer.Option(help="Batches before that.")] = 2,
+    prefix_cache: PrefixCache = False,
     seed: Seed = 0,
-    dtype: Dtype = None,
-    max_model_len: MaxModelLen = None,
-    max_num_batched_tokens: ChunkTokens = 512,
-    kv_cache_memory: PoolBytes = None,
     json_to: JsonTo = None,
 ) -> None:
     """Time one batch of requests from submission to its last token."""
     from jaxinfer.bench import offline
 
-    bench = _start(
-        model,
-        0,
-        dtype,
-        max_num_seqs=batch_size,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_pool_bytes=kv_cache_memory,
-    )
+    bench = engine.start(model, max_num_seqs=batch_size, prefix_cache=prefix_cache)
     items = _workload(bench.engine, "synthetic", batch_size, input_len, output_len, seed)
     with report.progress_bar() as progress:
         try:
@@ -128,13 +118,15 @@ def latency(
             **{f"p{p}": percentiles[p] for p in ("50", "90", "99")},
             "batches": len(result["latencies"]),
         },
-        _with_context(result, bench, "synthetic", seed),
+        with_context(result, bench, dataset="synthetic", seed=seed),
         json_to,
     )
 
 
 @app.command()
+@takes_engine_options
 def steps(
+    engine: EngineOptions,
     model: Annotated[
         str | None, typer.Argument(help="As for throughput; leave out with --fake-model.")
     ] = None,
@@ -159,11 +151,8 @@ def steps(
             "--concurrency", "--max-num-seqs", min=1, help="Default: 32; fake model: 256."
         ),
     ] = None,
+    prefix_cache: PrefixCache = False,
     seed: Seed = 0,
-    dtype: Dtype = None,
-    max_model_len: MaxModelLen = None,
-    max_num_batched_tokens: ChunkTokens = 512,
-    kv_cache_memory: PoolBytes = None,
     json_to: JsonTo = None,
 ) -> None:
     """Time steps: what the engine's thread does, and each program on the device."""
@@ -173,18 +162,10 @@ def steps(
         raise typer.BadParameter("name a MODEL, or give --fake-model instead of one")
     if fake_layers is not None and not fake_model:
         raise typer.BadParameter("--fake-layers is for --fake-model; leave it out")
-    if dtype is not None and fake_model:
+    if engine.dtype is not None and fake_model:
         raise typer.BadParameter("--dtype is for a MODEL: the fake one computes nothing")
     slots = concurrency or (256 if fake_model else 32)
-    bench = _start(
-        model,
-        fake_layers or 32,
-        dtype,
-        max_num_seqs=slots,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_pool_bytes=kv_cache_memory,
-    )
+    bench = engine.start(model, fake_layers or 32, max_num_seqs=slots, prefix_cache=prefix_cache)
     count = num_prompts or slots
     items = _workload(bench.engine, "synthetic", count, input_len, output_len, seed)
     with report.progress_bar() as progress:
@@ -192,7 +173,7 @@ def steps(
     report.publish(
         "Steps, milliseconds",
         _steps_rows(result),
-        _with_context(result, bench, "synthetic", seed),
+        with_context(result, bench, dataset="synthetic", seed=seed),
         json_to,
     )
 
@@ -213,20 +194,6 @@ def _steps_rows(result: dict[str, Any]) -> dict[str, Any]:
     return rows
 
 
-def _start(model: str | None, fake_layers: int, dtype: str | None, **config: Any) -> Any:
-    """The engine of a model, or of the fake one. Errors of the command line end in one line."""
-    from jaxinfer.bench import setup
-    from jaxinfer.config import EngineConfig
-
-    with report.progress_bar() as progress:
-        try:
-            if model is None:
-                return setup.start_fake(fake_layers, EngineConfig(**config), progress)
-            return setup.start(model, EngineConfig(**config), dtype, progress)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
-
-
 def _workload(
     engine: Any, dataset: str, num_prompts: int, input_len: int, output_len: int, seed: int
 ) -> list[WorkItem]:
@@ -240,29 +207,5 @@ def _workload(
         raise typer.BadParameter(str(error)) from error
 
 
-def lengths(dataset: str, input_len: int | None, output_len: int | None) -> tuple[int, int]:
-    """The lengths of synthetic requests. Raises typer.BadParameter for others with lengths."""
-    if dataset != "synthetic" and (input_len, output_len) != (None, None):
-        raise typer.BadParameter(
-            f"--input-len and --output-len are for --dataset synthetic; {dataset} draws its own"
-        )
-    return 128 if input_len is None else input_len, 64 if output_len is None else output_len
-
-
-def dataset_name(name: str) -> Dataset:
-    """The data set of that name. Raises typer.BadParameter naming the known ones."""
-    for known in DATASETS:
-        if name == known:
-            return known
-    raise typer.BadParameter(f"--dataset {name!r} is not one of {', '.join(DATASETS)}")
-
-
-def _with_context(result: dict[str, Any], bench: Any, dataset: str, seed: int) -> dict[str, Any]:
-    """The result with what it was measured on and how."""
-    return {
-        **report.environment(),
-        **bench.describe(),
-        "dataset": dataset,
-        "seed": seed,
-        **result,
-    }
+for _command in COMMANDS:
+    app.command()(_command)

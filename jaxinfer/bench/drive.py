@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from jaxinfer.bench.feeds import Feed, Waves
 from jaxinfer.bench.workload import WorkItem
 from jaxinfer.request import (
     Command,
     FinishReason,
-    Request,
     SamplingParams,
     SequenceEvent,
     Submit,
@@ -53,11 +53,13 @@ class StepMark:
 
 @dataclass(slots=True)
 class Timeline:
-    """What a run of items did. Times are seconds from the start, lists are in order of items."""
+    """What a run of items did, by their numbers. Times are seconds from the start."""
 
-    items: Sequence[WorkItem]
+    items: list[WorkItem]
     concurrency: int
     marks: list[StepMark] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
     first_token: dict[int, float] = field(default_factory=dict)
     ended: dict[int, float] = field(default_factory=dict)
 
@@ -77,6 +79,21 @@ class Timeline:
     def streams(self) -> int:
         """How many requests run at once at most."""
         return min(self.concurrency, len(self.items))
+
+    @property
+    def tpots(self) -> list[float]:
+        """Seconds a token after the first, of every request with two tokens or more."""
+        return [
+            (self.ended[i] - self.first_token[i]) / (item.output_len - 1)
+            for i, item in enumerate(self.items)
+            if item.output_len > 1
+        ]
+
+    def ttfts(self, since_start: bool = False) -> list[float]:
+        """Seconds from sending (or from the start) to the first token, by request."""
+        return [
+            self.first_token[i] - (0.0 if since_start else sent) for i, sent in enumerate(self.sent)
+        ]
 
     @property
     def prefill_rate(self) -> float:
@@ -101,17 +118,6 @@ def decode_rate(marks: Sequence[StepMark], streams: int) -> float | None:
     return sum(t for t, _ in steps) / sum(s for _, s in steps) if steps else None
 
 
-def requests_for(engine: Steppable, items: Sequence[WorkItem], seed: int = 0) -> list[Request]:
-    """Greedy requests that run to their full length. Ids are their indices."""
-    requests = []
-    for i, item in enumerate(items):
-        params = SamplingParams(
-            temperature=0, max_new_tokens=item.output_len, ignore_eos=True, seed=seed
-        )
-        requests.append(build_request(item.prompt, params, engine.limits, (), str(i), 0.0))
-    return requests
-
-
 def drive(
     engine: Steppable,
     items: Sequence[WorkItem],
@@ -119,35 +125,72 @@ def drive(
     progress: Progress | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timeline:
-    """Submit every item at once and step until all have ended.
+    """`drive_feed` with every item sent at once."""
+    return drive_feed(engine, Waves(items, len(items)), concurrency, progress, clock)
 
-    `concurrency` is how many run at once: the engine's slots, unless there are fewer items. Raises
-    RuntimeError if a request ends otherwise than by its length.
+
+def drive_feed(
+    engine: Steppable,
+    feed: Feed,
+    concurrency: int,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timeline:
+    """Send what the feed gives and step until all of it has ended.
+
+    Requests are greedy and run to their full length. `concurrency` is how many run at once: the
+    engine's slots, unless there are fewer items. Raises RuntimeError if a request ends otherwise
+    than by its length.
     """
-    requests = requests_for(engine, items)
-    timeline = Timeline(items, concurrency)
+    timeline = Timeline([], concurrency)
     start = clock()
-    for request in requests:
-        engine.execute(Submit(request), start)
+    _send(engine, feed.due(()), timeline, start, clock)
     while engine.has_work:
         events = engine.step(clock())
-        _enter(timeline, events, clock() - start)
-        if progress and any(event.finish for event in events):
-            progress("requests", len(timeline.ended), len(items))
+        ended = _enter(timeline, events, clock() - start)
+        if ended:
+            outputs = [(number, timeline.outputs[number]) for number in ended]
+            _send(engine, feed.due(outputs), timeline, start, clock)
+            if progress:
+                progress("requests", len(timeline.ended), feed.total)
     return timeline
 
 
-def _enter(timeline: Timeline, events: list[SequenceEvent], now: float) -> None:
+def _send(
+    engine: Steppable,
+    items: Sequence[WorkItem],
+    timeline: Timeline,
+    start: float,
+    clock: Callable[[], float],
+) -> None:
+    for item in items:
+        number, now = len(timeline.items), clock()
+        timeline.items.append(item)
+        timeline.outputs.append([])
+        timeline.sent.append(now - start)
+        params = SamplingParams(
+            temperature=0, max_new_tokens=item.output_len, ignore_eos=True, seed=0
+        )
+        request = build_request(item.prompt, params, engine.limits, (), str(number), now)
+        engine.execute(Submit(request), now)
+
+
+def _enter(timeline: Timeline, events: list[SequenceEvent], now: float) -> list[int]:
+    """Enter what a step brought; returns the numbers of the requests that ended."""
     tokens = firsts = 0
+    ended = []
     for event in events:
-        index = int(event.request_id)
-        if event.tokens and index not in timeline.first_token:
-            timeline.first_token[index] = now
+        number = int(event.request_id)
+        if event.tokens and number not in timeline.first_token:
+            timeline.first_token[number] = now
             firsts += 1
         tokens += len(event.tokens)
+        timeline.outputs[number] += event.tokens
         if event.finish is FinishReason.LENGTH:
-            timeline.ended[index] = now
+            timeline.ended[number] = now
+            ended.append(number)
         elif event.finish is not None:
-            raise RuntimeError(f"request {index} ended by {event.finish.value}: {event.error}")
+            raise RuntimeError(f"request {number} ended by {event.finish.value}: {event.error}")
     if tokens:
         timeline.marks.append(StepMark(now, tokens, firsts))
+    return ended

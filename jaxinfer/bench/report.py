@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +64,20 @@ def publish(
     title: str, rows: Mapping[str, Any], result: Mapping[str, Any], json_to: str | None
 ) -> None:
     """Print `rows` as a table and write `result` as JSON to a file or, for "-", to stdout."""
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for name, value in rows.items():
-        table.add_row(name, text(value))
-    show(table, json_to)
+    grid(title, (), list(rows.items()), json_to)
     write_json(result, json_to)
+
+
+def grid(
+    title: str, headings: Sequence[str], rows: Sequence[Sequence[Any]], json_to: str | None
+) -> None:
+    """Print a table, its first column to the left; without headings, of two columns."""
+    table = Table(title=title, title_justify="left", show_header=bool(headings))
+    for column, heading in enumerate(headings or ("", "")):
+        table.add_column(heading, justify="right" if column else "left")
+    for row in rows:
+        table.add_row(*map(text, row))
+    show(table, json_to)
 
 
 def show(table: Table, json_to: str | None) -> None:
@@ -94,3 +101,9 @@ def text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return "-" if value is None else str(value)
+
+
+def interval(entry: Mapping[str, float]) -> str:
+    """A table cell: a median, and its interval if there were several rounds."""
+    median, low, high = (text(float(entry[name])) for name in ("median", "low", "high"))
+    return median if low == high else f"{median} ({low}–{high})"

@@ -36,23 +36,27 @@ def make_workload(
     vocab_size: int,
     max_tokens: int,
     seed: int = 0,
+    scale: float = 1.0,
 ) -> list[WorkItem]:
     """`num_prompts` requests of random token ids. The same arguments give the same requests.
 
-    `input_len` and `output_len` are the lengths of `synthetic`. `max_tokens` is prompt + output of
-    one sequence: `synthetic` lengths beyond it are refused, `sharegpt` ones cut (prompt to half of
-    it, then the output to what is left). Raises ValueError naming the bad argument.
+    `input_len` and `output_len` are the lengths of `synthetic`; `scale` multiplies those of
+    `sharegpt`. `max_tokens` is prompt + output of one sequence: `synthetic` lengths beyond it are
+    refused, `sharegpt` ones cut (prompt to half of it, then the output to what is left). Raises
+    ValueError naming the bad argument.
     """
     if num_prompts < 1:
         raise ValueError(f"--num-prompts is {num_prompts}; it must be at least 1")
+    if not 0 < scale <= 1:
+        raise ValueError(f"--length-scale is {scale}; it must be above 0, at most 1")
     if dataset == "synthetic":
         _check_lengths(input_len, output_len, max_tokens)
     rng = np.random.default_rng(seed)
     items = []
     for _ in range(num_prompts):
         if dataset == "sharegpt":
-            input_len = min(_draw(rng, PROMPT_QUANTILES), max(max_tokens // 2, 1))
-            output_len = min(_draw(rng, OUTPUT_QUANTILES), max_tokens - input_len)
+            input_len = min(_draw(rng, PROMPT_QUANTILES, scale), max(max_tokens // 2, 1))
+            output_len = min(_draw(rng, OUTPUT_QUANTILES, scale), max_tokens - input_len)
         prompt = rng.integers(0, vocab_size, input_len)
         items.append(WorkItem(tuple(prompt.tolist()), output_len))
     return items
@@ -69,7 +73,8 @@ def _check_lengths(input_len: int, output_len: int, max_tokens: int) -> None:
         )
 
 
-def _draw(rng: np.random.Generator, quantiles: tuple[tuple[float, int], ...]) -> int:
-    """A length whose distribution has these quantiles."""
+def _draw(rng: np.random.Generator, quantiles: tuple[tuple[float, int], ...], scale: float) -> int:
+    """A length whose distribution has these quantiles, scaled."""
     shares, lengths = zip(*quantiles)
-    return round(float(np.exp(np.interp(rng.random(), shares, np.log(lengths)))))
+    drawn = float(np.exp(np.interp(rng.random(), shares, np.log(lengths))))
+    return max(1, round(scale * drawn))

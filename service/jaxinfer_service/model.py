@@ -19,7 +19,7 @@ class OpenedModel:
         names: what requests may call it; answers have the first.
         config: the engine's, with the `dtype` it really has.
         preset: the one that was chosen, or "".
-        determinism: by which way it is deterministic, or "".
+        determinism: by which way it is deterministic, "invariant" or "fixed", or "".
     """
 
     names: Sequence[str]

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent twin
     ("grpc.max_receive_message_length", 16 << 20),  # a prompt of a million token ids has 3 MB
+    # A flood is answered by the queue's own refusals, not by gRPC dropping calls as CANCELLED.
+    ("grpc.server.max_pending_requests", 1 << 20),
+    ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
     # Clients may ping through a long silent prefill without being told to go away.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),

@@ -15,6 +15,7 @@ from jaxinfer_service.cli import console, engine_options, options
 from jaxinfer_service.cli.config_file import ConfigFile
 
 if TYPE_CHECKING:
+    from jaxinfer.engine import Engine
     from jaxinfer_service.model import OpenedModel
     from jaxinfer_service.server import ServerConfig
 
@@ -151,6 +152,16 @@ def _open(source: Source) -> OpenedModel:
         names=source.names,
         text=TextProcessor(loaded.tokenizer, loaded.generation.eos_ids, engine.limits),
         connect=lambda on_events, on_stop: EngineThread(engine, on_events, on_stop),
-        config=replace(source.engine, dtype=loaded.dtype),
+        config=replace(
+            source.engine,
+            dtype=loaded.dtype,
+            max_num_batched_tokens=engine.scheduler.limits.chunk_tokens,
+        ),
         preset=source.preset,
+        determinism=_determinism(engine) if source.engine.deterministic else "",
     )
+
+
+def _determinism(engine: Engine) -> str:
+    """By which way the engine is deterministic; see `determinism.py`."""
+    return "fixed" if engine.scheduler.policy.separate_phases else "invariant"

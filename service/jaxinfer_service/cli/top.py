@@ -132,7 +132,7 @@ def _how(info: pb.ServerInfoResponse) -> str:
         f"preset {info.preset}" if info.preset else "",
         f"{info.max_model_len} tokens a sequence",
         f"chunks of {info.chunk_tokens}",
-        "deterministic" if info.deterministic else "",
+        f"deterministic ({info.determinism})" if info.deterministic else "",
     ]
     return ", ".join(filter(None, parts))
 

@@ -1,0 +1,137 @@
+"""Options that benchmarks have in common, each declared once."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from jaxinfer.bench import report
+from jaxinfer.bench.workload import DATASETS, Dataset
+
+Model = Annotated[
+    str, typer.Argument(help="An Orbax or Hugging Face folder, a .gguf file, or `demo`.")
+]
+NumPrompts = Annotated[int, typer.Option(min=1, help="Requests to run.")]
+InputLen = Annotated[int, typer.Option(help="Prompt tokens of a request.")]
+OutputLen = Annotated[int, typer.Option(help="Output tokens of a request.")]
+SyntheticInputLen = Annotated[
+    int | None, typer.Option(help="Prompt tokens of a synthetic request; default: 128.")
+]
+SyntheticOutputLen = Annotated[
+    int | None, typer.Option(help="Output tokens of a synthetic request; default: 64.")
+]
+DatasetName = Annotated[
+    str, typer.Option(help=f"{' or '.join(DATASETS)}: fixed lengths, or lengths as in real chats.")
+]
+LengthScale = Annotated[
+    float,
+    typer.Option(help="Multiplies the lengths of real chats: a shorter run of the same shape."),
+]
+Concurrency = Annotated[
+    int, typer.Option("--concurrency", "--max-num-seqs", min=1, help="Requests that run at once.")
+]
+Rounds = Annotated[
+    int, typer.Option(min=1, help="Rounds in which everything takes a turn; medians are shown.")
+]
+PageSize = Annotated[int, typer.Option(min=1, help="Tokens a KV page holds.")]
+PrefixCache = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache",
+        help="Off, prompts that come again are computed again, and every run does the same work.",
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Prompts, lengths and arrivals follow from it.")]
+JsonTo = Annotated[str | None, typer.Option("--json", help="Write JSON to a file; -: to stdout.")]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What every benchmark that builds an engine can be told of it."""
+
+    dtype: Annotated[
+        str | None, typer.Option(help="Weights and activations; default: as stored.")
+    ] = None
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(help="Prompt + output tokens of one sequence; default: the model's."),
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Prompt tokens one step may prefill.")
+    ] = 512
+    page_size: PageSize = 64
+    kv_cache_memory: Annotated[
+        int | None, typer.Option(help="Bytes of the KV pool; default: as for serving.")
+    ] = None
+
+    def start(self, model: str | None, fake_layers: int = 0, **config: Any) -> Any:
+        """The `BenchEngine` of a model, or with None of the fake one; `config` are further fields.
+
+        Errors of the command line end in one line.
+        """
+        from jaxinfer.bench import setup
+        from jaxinfer.config import EngineConfig
+
+        with report.progress_bar() as progress:
+            try:
+                fields = EngineConfig(
+                    max_model_len=self.max_model_len,
+                    max_num_batched_tokens=self.max_num_batched_tokens,
+                    page_size=self.page_size,
+                    kv_pool_bytes=self.kv_cache_memory,
+                    **config,
+                )
+                if model is None:
+                    return setup.start_fake(fake_layers, fields, progress)
+                return setup.start(model, fields, self.dtype, progress)
+            except ValueError as error:
+                raise typer.BadParameter(str(error)) from error
+
+
+def takes_engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command that has a parameter `engine` the options of `EngineOptions` in its place."""
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        options = {name: given.pop(name) for name in own}
+        command(engine=EngineOptions(**options), **given)
+
+    own = inspect.signature(EngineOptions).parameters
+    hints = get_type_hints(EngineOptions, include_extras=True)
+    hints |= get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        parameters += own.values() if name == "engine" else [parameter]
+    parameters = [
+        p.replace(annotation=hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters
+    ]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def lengths(dataset: str, input_len: int | None, output_len: int | None) -> tuple[int, int]:
+    """The lengths of synthetic requests. Raises typer.BadParameter for others with lengths."""
+    if dataset != "synthetic" and (input_len, output_len) != (None, None):
+        raise typer.BadParameter(
+            f"--input-len and --output-len are for --dataset synthetic; {dataset} draws its own"
+        )
+    return 128 if input_len is None else input_len, 64 if output_len is None else output_len
+
+
+def dataset_name(name: str) -> Dataset:
+    """The data set of that name. Raises typer.BadParameter naming the known ones."""
+    for known in DATASETS:
+        if name == known:
+            return known
+    raise typer.BadParameter(f"--dataset {name!r} is not one of {', '.join(DATASETS)}")
+
+
+def with_context(result: dict[str, Any], bench: Any, **more: Any) -> dict[str, Any]:
+    """The result with what it was measured on and how."""
+    return {**report.environment(), **bench.describe(), **more, **result}

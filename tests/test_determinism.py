@@ -1,0 +1,369 @@
+"""The same request has the same bits, whatever its company; and the check at start is honest."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_engine import MAX_MODEL_LEN, TINY, VOCAB, Setup, built, drive, engine_for, request
+
+from jaxinfer.determinism import NotDeterministicError, Probe, choose, fixed_ways, invariant_ways
+from jaxinfer.kv_pool import kv_groups
+from jaxinfer.programs import Programs, fixed_chunk, smallest_shape, step_shapes
+from jaxinfer.request import SamplingParams
+from jaxinfer.runner import StepResult
+
+ROOT = Path(__file__).resolve().parent.parent
+FOUND = Setup(deterministic=True, pages=60)  # the way that holds on this machine
+FIXED = dataclasses.replace(FOUND, differs=True)
+WAYS = pytest.mark.parametrize("setup", [FOUND, FIXED], ids=["as found", "fixed"])
+
+OPTIONS = [
+    SamplingParams(temperature=0, logprobs=20),
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1.0, logprobs=3),
+    SamplingParams(temperature=1.3, top_p=0.9, top_k=40, min_p=0.01, logprobs=0),
+    SamplingParams(temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.5, logprobs=5),
+    SamplingParams(temperature=0, logit_bias=((7, 2.5), (8, -3.0)), logprobs=1),
+]
+
+
+def requests(seed: int, count: int, shared: int = 0):
+    """Random prompts with `shared` tokens in common, and every option in turn."""
+    rng = np.random.default_rng(seed)
+    prefix, made = rng.integers(0, VOCAB, shared).tolist(), []
+    for i in range(count):
+        own = rng.integers(0, VOCAB, int(rng.integers(1, 90 - shared))).tolist()
+        new = int(rng.integers(2, 36))
+        made.append(request(f"{i}", prefix + own, new, OPTIONS[i % len(OPTIONS)], seed=i))
+    return made
+
+
+def alone(setup: Setup, these):
+    """What each request brings on an engine that has served nothing."""
+    return {r.id: drive(engine_for(setup), [r])[r.id] for r in these}
+
+
+def same(outputs, expected) -> None:
+    for name, output in outputs.items():
+        assert output.tokens == expected[name].tokens, name
+        assert output.logprobs == expected[name].logprobs, name  # floats, to the last bit
+
+
+@WAYS
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlapped"])
+def test_alone_and_in_company_all_bits_are_the_same(setup, overlap):
+    these = requests(1, 40)
+    expected = alone(setup, these)
+    for arrivals in (1, 40):
+        same(drive(engine_for(setup, overlap), these, arrivals), expected)
+    same(drive(engine_for(setup, overlap), these[::-1], 3), expected)
+
+
+@WAYS
+def test_after_a_prefix_hit(setup):
+    these = requests(2, 24, shared=50)
+    expected = alone(setup, these)
+    engine = engine_for(setup)
+    outputs = drive(engine, these, arrivals=2)
+    assert engine.counters.prefix_hits > 500
+    same(outputs, expected)
+
+
+@WAYS
+@pytest.mark.parametrize("host_pages", [0, 40], ids=["recomputed", "offloaded"])
+def test_after_preemption(setup, host_pages):
+    tight = dataclasses.replace(setup, pages=14, host_pages=host_pages)
+    these = [dataclasses.replace(r, max_new_tokens=36) for r in requests(3, 24)]
+    expected = alone(tight, these)
+    engine = engine_for(tight)
+    outputs = drive(engine, these, arrivals=4)
+    assert engine.counters.preemptions > 5
+    same(outputs, expected)
+
+
+def test_in_a_fixed_way_prompts_and_outputs_have_a_program_each():
+    engine = built(FIXED)
+    assert engine.scheduler.policy.separate_phases
+    shapes = list(engine.runner.programs.forward)
+    assert [(shape.rows, shape.chunk) for shape in shapes] == [(8, 0), (0, 32)]
+    assert engine.scheduler.limits.chunk_tokens == 32
+    assert {variant for _, variant in engine.runner.programs.sample} == {"greedy", "full"}
+
+
+# -- what a program promises -----------------------------------------------------------------------
+
+
+@functools.cache
+def fixed_probe():
+    """A probe of the way "fixed", its two programs, and what they say with nobody beside it."""
+    runner = engine_for(FIXED).runner
+    groups = kv_groups(TINY, runner.pools[0][0].shape[0], FIXED.page_size, FIXED.dtype)
+    probe = Probe(runner, groups, MAX_MODEL_LEN, VOCAB)
+    decode, chunk = probe.runner.programs.forward
+    probe.say(chunk, decode)
+    return probe, decode, chunk
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_in_one_program_a_token_depends_on_its_own_history_alone(data):
+    """Not on its row, its company, how its prompt was cut or what went before it in the chunk."""
+    probe, decode, chunk = fixed_probe()
+    length = probe.prompt_len + probe.outputs
+    start, ahead = 0, data.draw(st.integers(0, 20))
+    while start < probe.prompt_len:
+        size = data.draw(st.integers(1, min(chunk.chunk - ahead, probe.prompt_len - start)))
+        piece = (probe.here, start, size)
+        _, bits = probe.step(chunk, piece=piece, ahead=ahead)
+        start += size
+    np.testing.assert_array_equal(bits, probe.said[0])
+    for position in range(probe.prompt_len, length):
+        company = data.draw(st.integers(0, decode.rows - 1))
+        bits = probe.decode(decode, probe.here, position, company)
+        np.testing.assert_array_equal(bits, probe.said[1 + position - probe.prompt_len])
+
+
+# -- the check at start ----------------------------------------------------------------------------
+
+SIZES = (8, 128, 16, 1)
+INVARIANT, FIXED_SHAPES = step_shapes(*SIZES, "invariant"), step_shapes(*SIZES, "fixed")
+ALL_ROWS, LEAST = INVARIANT[0], INVARIANT[-1]
+
+
+class StandIn:
+    """A runner whose programs say a number made of the tokens that a row's pages hold.
+
+    `faulty(shape, kind, sequence, place)` are the rows for which a program "says" or "writes"
+    something slightly else; `place` is a decode row, or for a prompt minus (1 + its piece).
+    """
+
+    def __init__(self, slots: int, page_size: int = 16, faulty=lambda *row: False):
+        self.null_slot, self.programs = slots, Programs()
+        self.page_size, self.faulty, self.seen = page_size, faulty, set()
+        self.pool: dict[tuple[int, int], int] = {}
+
+    def admit(self, admitted, resumed):
+        slots = [sequence.slot for sequence in admitted]
+        assert len(set(slots)) == len(slots) and set(slots) <= set(range(self.null_slot))
+
+    def dispatch(self, plan, shape):
+        assert shape in self.programs.forward
+        assert len(plan.decodes) <= shape.rows and 0 <= plan.chunk_tokens <= shape.chunk
+        assert plan.decodes or plan.pieces
+        self.seen.add(shape)
+        self.admit(plan.admitted, plan.resumed)
+        rows = [(s, len(s.tokens) - 1, len(s.tokens), i) for i, s in enumerate(plan.decodes)]
+        rows += [
+            (p.sequence, p.start, p.start + p.length, -1 - i) for i, p in enumerate(plan.pieces)
+        ]
+        for sequence, start, end, place in rows:
+            wrong = self.faulty(shape, "writes", sequence, place)
+            for i in range(start, end):
+                self.pool[self._where(sequence, i)] = sequence.tokens[i] + wrong
+        return [self._say(shape, *row) for row in rows]
+
+    def _where(self, sequence, position):
+        index, offset = divmod(position, self.page_size)
+        (pages,) = sequence.pages
+        return (pages[index] if index < len(pages) else 0, offset)
+
+    def _say(self, shape, sequence, start, end, place):
+        context = [self.pool.get(self._where(sequence, i)) for i in range(end)]
+        bits = np.zeros(41, np.int32)
+        value = np.float32(zlib.crc32(repr(context).encode()) % 10**6) / 10**6
+        value = value * np.float32(1.00001 if self.faulty(shape, "says", sequence, place) else 1)
+        bits[1:21], bits[21:] = np.arange(20), value.view(np.int32)
+        return bits
+
+    def collect(self, rows):
+        return StepResult([int(bits[21]) % VOCAB for bits in rows], [0] * len(rows), np.stack(rows))
+
+
+def probe_over(runner: StandIn, pages: int = 60, longest: int = MAX_MODEL_LEN) -> Probe:
+    return Probe(runner, kv_groups(TINY, pages, runner.page_size, "float32"), longest, VOCAB)
+
+
+def first_difference(faulty, pages: int = 60):
+    """What the check finds when all programs are compiled."""
+    runner = StandIn(8, faulty=faulty)
+    runner.programs.forward = dict.fromkeys(INVARIANT)
+    probe = probe_over(runner, pages)
+    probe.say(LEAST, ALL_ROWS)
+    return probe.compare(invariant_ways(probe, INVARIANT))
+
+
+@pytest.mark.parametrize("pages", [60, 9], ids=["two copies", "one copy"])
+@pytest.mark.parametrize("kind", ["says", "writes"])
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "prompts"])
+@pytest.mark.parametrize("shape", INVARIANT, ids=str)
+def test_a_program_that_differs_is_found_and_named(shape, rows, kind, pages):
+    if not rows and not shape.chunk:
+        return  # has no prompts
+    found = first_difference(
+        lambda where, what, _, place: where == shape and what == kind and (place >= 0) == rows,
+        pages,
+    )
+    assert found is not None and found.size > 0
+    if shape not in (ALL_ROWS, LEAST):
+        assert f"{shape.rows} rows and a chunk of {shape.chunk}" in str(found)
+
+
+@pytest.mark.parametrize(
+    "faulty",
+    {
+        "rows in company": lambda where, what, _, place: place == where.rows - 1,
+        "behind a prompt": lambda where, what, _, place: place == -2,
+        "another slot": lambda where, what, sequence, _: sequence.slot != 0,
+        "the end of a cut prompt": lambda where, what, _, place: place < 0 and where.chunk == 64,
+    }.items(),
+    ids=lambda item: item[0],
+)
+@pytest.mark.parametrize("kind", ["says", "writes"])
+def test_differences_within_a_program_are_found(faulty, kind):
+    """Whatever the programs have in common, so no other program gives them away."""
+    check = faulty[1]
+    assert first_difference(lambda *row: row[1] == kind and check(*row)) is not None
+
+
+def test_programs_that_agree_are_found_to_agree():
+    assert first_difference(lambda *row: False) is None
+
+
+def choose_with(faulty):
+    """What `choose` takes, its runner, and the shapes it had compiled, in order."""
+    runner, asked = StandIn(8, faulty=faulty), []
+
+    def build(shapes):
+        asked.append(shapes)
+        runner.programs.forward |= dict.fromkeys(shapes)
+
+    groups = kv_groups(TINY, 60, 16, "float32")
+    return choose(runner, build, groups, 128, MAX_MODEL_LEN, VOCAB), runner, asked
+
+
+def test_programs_that_agree_need_nothing_else(caplog):
+    with caplog.at_level(logging.INFO):
+        way, runner, asked = choose_with(lambda *row: False)
+    assert way == "invariant" and set(runner.programs.forward) == set(INVARIANT) == runner.seen
+    assert asked == [(ALL_ROWS, LEAST), INVARIANT], "what differs first is compiled first"
+    assert 'deterministic "invariant": every program agrees to the bit' in caplog.text
+
+
+def test_programs_that_differ_are_kept_apart(caplog):
+    with caplog.at_level(logging.INFO):
+        way, runner, asked = choose_with(lambda where, *row: where == LEAST and row[2] >= 0)
+    assert way == "fixed" and tuple(runner.programs.forward) == FIXED_SHAPES
+    assert asked == [(ALL_ROWS, LEAST), FIXED_SHAPES], "the other way's are not all compiled"
+    assert 'deterministic "fixed": a row among 8 rows and a chunk of 64 differs by' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("faulty", "what"),
+    [
+        (lambda where, what, _, place: place == 7, "a row of 8"),
+        (lambda where, what, _, place: place == -2, "a prompt cut in two"),
+    ],
+    ids=["company", "behind a prompt"],
+)
+def test_where_a_program_differs_from_itself_nothing_is_promised(faulty, what):
+    with pytest.raises(NotDeterministicError, match=rf"{what}.* differs by .*; serve without"):
+        choose_with(faulty)
+
+
+@pytest.mark.parametrize(
+    ("slots", "chunk", "longest", "page_size", "pages"),
+    [(1, 1, 2, 1, 3), (1, 64, 128, 16, 9), (2, 5, 40, 16, 4), (3, 1000, 128, 128, 2)],
+)
+@pytest.mark.parametrize("way", ["invariant", "fixed"])
+def test_the_smallest_engines_can_be_checked(slots, chunk, longest, page_size, pages, way):
+    """One slot, chunks of one token, a pool of one sequence: no program is left out."""
+    runner = StandIn(slots, page_size)
+    shapes = step_shapes(slots, chunk, page_size, 1, way)
+    runner.programs.forward = dict.fromkeys(shapes)
+    probe = probe_over(runner, pages, longest)
+    probe.say(shapes[-1], shapes[0])
+    runner.seen.clear()
+    ways = invariant_ways(probe, shapes) if way == "invariant" else fixed_ways(probe, *shapes)
+    assert probe.compare(ways) is None
+    assert runner.seen == set(shapes)
+    assert all(0 <= offset < page_size and page < pages for page, offset in runner.pool)
+    probe.leave()
+
+
+@WAYS
+def test_the_check_leaves_no_trace(setup):
+    """All slots are free, the pages it wrote are nobody's, and no request is counted."""
+    engine = built(dataclasses.replace(setup, page_size=32, pages=20))
+    runner = engine.runner
+    assert np.asarray(runner.slots.done).all()
+    assert not any(np.asarray(table).any() for table in runner.slots.page_tables)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(runner.pools))
+    assert any(np.asarray(leaf)[1:].any() for leaf in jax.tree.leaves(runner.pools)), "it ran"
+    assert engine.counters.received == 0 and not engine.has_work
+    engine.scheduler.check_invariants()
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+@given(slots=st.integers(1, 300), chunk=st.integers(1, 3000), data=st.data())
+def test_every_step_has_a_program_of_more_than_one_row(slots, chunk, data):
+    shapes = step_shapes(slots, chunk, 16, 1, "invariant")
+    assert len(set(shapes)) == len(shapes)
+    assert all(shape.rows > 1 for shape in shapes)
+    rows = data.draw(st.integers(0, slots))
+    tokens = data.draw(st.integers(0 if rows else 1, chunk))
+    smallest_shape(shapes, rows, tokens)
+    decode, prefill = step_shapes(slots, chunk, 16, 1, "fixed")
+    assert decode in shapes and (prefill.rows, prefill.chunk) == (0, fixed_chunk(chunk))
+    assert min(chunk, 128) <= prefill.chunk <= chunk
+
+
+# -- a restart -------------------------------------------------------------------------------------
+
+RESTART = """
+import json
+from tiny_engine import Setup, built, drive, request
+from jaxinfer.request import SamplingParams
+
+params = SamplingParams(temperature=0.8, top_p=0.9, logprobs=20)
+engine = built(Setup(slots=2, chunk=8, deterministic=True))
+output = drive(engine, [request("r", range(30, 100), 20, params)])["r"]
+print(json.dumps([output.tokens, [(said.logprob, said.top) for said in output.logprobs]]))
+"""
+
+
+def test_a_restart_keeps_the_bits(tmp_path):
+    """The same stored programs run in a later process."""
+    environment = {name: value for name, value in os.environ.items() if "CACHE" not in name}
+    environment |= {
+        "JAXINFER_CACHE": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+    runs, stored = [], []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", RESTART],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        runs.append(json.loads(done.stdout))
+        stored.append({file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.bin")})
+    assert len(runs[0][0]) == 20 and runs[0] == runs[1]
+    assert stored[0] and stored[0] == stored[1], "nothing was compiled the second time"
