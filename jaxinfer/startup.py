@@ -22,7 +22,7 @@ from jaxinfer.models import family_of
 from jaxinfer.page_transfer import PageTransfer
 from jaxinfer.params import ParamSpec
 from jaxinfer.paths import cache_dir
-from jaxinfer.policy import SchedulerPolicy
+from jaxinfer.policy import SchedulerLimits, SchedulerPolicy
 from jaxinfer.program_store import ProgramStore, describe_arrays
 from jaxinfer.programs import (
     Programs,
@@ -32,7 +32,7 @@ from jaxinfer.programs import (
     step_shapes,
 )
 from jaxinfer.runner import Runner
-from jaxinfer.scheduler import Scheduler, SchedulerLimits
+from jaxinfer.scheduler import Scheduler
 from jaxinfer.sharding import (
     make_mesh,
     param_shardings,

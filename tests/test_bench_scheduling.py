@@ -23,8 +23,8 @@ from jaxinfer.bench.variants import running_as
 from jaxinfer.bench.workload import WorkItem, make_workload
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
-from jaxinfer.policy import SchedulerPolicy
-from jaxinfer.scheduler import Scheduler, SchedulerLimits
+from jaxinfer.policy import SchedulerLimits, SchedulerPolicy
+from jaxinfer.scheduler import Scheduler
 from jaxinfer.validation import EngineLimits
 
 

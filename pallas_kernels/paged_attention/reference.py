@@ -107,7 +107,7 @@ def paged_prefill(
     return out[:rows]
 
 
-def _join_next(tiles: Int[Array, "T 4"], i: Int[Array, ""]) -> tuple[Array, Array]:
+def _join_next(tiles: Int[Array, "T 4"], i: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
     """Rows of tile i and, if the next one continues its piece, of that one; and how many tiles."""
     _, count, slot, position = tiles[i]
     _, more, next_slot, next_position = tiles[i + 1]
