@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -23,8 +24,32 @@ def linear(
     would transpose and copy the whole weight in every step.
     """
     flat = weight.reshape(-1, weight.shape[-1])
-    product = lax.dot_general(x, flat, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
-    return product.reshape(x.shape[0], *weight.shape[:-1])
+    product = functools.partial(_product, out_dtype=out_dtype)
+    if x.shape[0] in FEW_ROWS and x.dtype == jnp.float32:
+        few = functools.partial(_few_rows_product, out_dtype=out_dtype)
+        out = lax.platform_dependent(x, flat, cpu=few, default=product)
+    else:
+        out = product(x, flat)
+    return out.reshape(x.shape[0], *weight.shape[:-1])
+
+
+FEW_ROWS = range(8, 49)  # where the CPU's product is faster the other way round
+
+
+def _product(x: Float[Array, "T K"], flat: Float[Array, "N K"], out_dtype: Any) -> Any:
+    return lax.dot_general(x, flat, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
+
+
+def _few_rows_product(x: Float[Array, "T K"], flat: Float[Array, "N K"], out_dtype: Any) -> Any:
+    """(weight @ x.T).T, which reads the weight as it lies; otherwise it is packed at every use.
+
+    The barriers keep XLA from turning it back.
+    """
+    columns = lax.optimization_barrier(x.T)
+    product = lax.dot_general(
+        flat, columns, (((1,), (0,)), ((), ())), preferred_element_type=out_dtype
+    )
+    return lax.optimization_barrier(product).T
 
 
 def rms_norm(x: Float[Array, "T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "T D"]:
@@ -55,8 +80,12 @@ def fuse_gate_up(gate: Any, up: Any) -> Any:
 
 
 def swiglu(gate_up: Float[Array, "T blocks 2 block"]) -> Float[Array, "T F"]:
-    """silu(gate) * up (Shazeer 2020, arXiv:2002.05202)."""
-    return (jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]).reshape(gate_up.shape[0], -1)
+    """silu(gate) * up (Shazeer 2020, arXiv:2002.05202).
+
+    The barrier keeps the reshape out of the loop, which XLA would not vectorise on CPUs.
+    """
+    hidden = lax.optimization_barrier(jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1])
+    return hidden.reshape(gate_up.shape[0], -1)
 
 
 def embed(table: Float[Array, "V D"], tokens: Int[Array, " T"]) -> Float[Array, "T D"]:

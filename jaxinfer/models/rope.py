@@ -6,6 +6,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.config import RopeConfig
@@ -75,10 +76,13 @@ def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
 def rope_tables(
     rope: RopeConfig, head_dim: int, positions: Int[Array, " T"]
 ) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
-    """cos and sin of every position, float32, scaled by the attention factor."""
+    """cos and sin of every position, float32, scaled by the attention factor.
+
+    The barrier keeps XLA from computing them again for every head of every layer.
+    """
     inv, factor = inverse_frequencies(rope, head_dim)
     angles = positions.astype(jnp.float32)[:, None] * inv[None, :]
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    return lax.optimization_barrier((jnp.cos(angles) * factor, jnp.sin(angles) * factor))
 
 
 def apply_rope(

@@ -4,6 +4,8 @@ arXiv:1805.02867). The table is never gathered whole: its width and the pool's s
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -12,6 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 # wasted at the end of a sequence for many. Measured on CPUs, see docs/performance.md.
 MIN_BLOCK, MAX_BLOCK, ROWS_TIMES_BLOCK = 64, 256, 512
 TILE_ROWS = 64  # query tokens of one prefill tile
+# A dynamic loop takes two tiles of a piece at once, and more keys: fewer and longer operations.
+JOINED_TILES, JOINED_BLOCK = 2, 128
 MASKED = -1e30  # finite: exp(MASKED - MASKED) must not be NaN
 
 
@@ -37,7 +41,8 @@ def paged_attention(
             state, scaled, _gather(k_pool, pages), _gather(v_pool, pages), valid[:, None, None, :]
         )
 
-    return _finish(lax.fori_loop(0, trips, turn, _start(q.shape)), q.dtype)
+    out = _finish(lax.fori_loop(0, trips, turn, _start(q.shape)), q.dtype)
+    return jnp.where((kv_lens > 0)[:, None, None, None], out, 0)
 
 
 def paged_prefill(
@@ -53,35 +58,57 @@ def paged_prefill(
     """See the package. Each tile attends block by block up to its own last position."""
     rows, kv_heads, group, head_dim = q.shape
     page_size = k_pool.shape[2]
-    table, span = _whole_blocks(page_table, page_size, block or _block_for(TILE_ROWS))
+    joined = min(JOINED_TILES, -(-rows // TILE_ROWS)) if dynamic else 1
+    height = joined * TILE_ROWS
+    default = JOINED_BLOCK if joined > 1 else _block_for(TILE_ROWS)
+    table, span = _whole_blocks(page_table, page_size, block or default)
+    tiles = jnp.pad(tiles, ((0, 1), (0, 0)))
     # Tiles may overrun their rows into the next tile's, which then overwrites them.
-    padded = jnp.pad((q * scale).astype(k_pool.dtype), ((0, TILE_ROWS), (0, 0), (0, 0), (0, 0)))
+    scaled = lax.optimization_barrier((q * scale).astype(k_pool.dtype))
+    padded = jnp.pad(scaled, ((0, height), (0, 0), (0, 0), (0, 0)))
 
-    def tile(i: Int[Array, ""], out: Float[Array, "C2 KV G hd"]) -> Float[Array, "C2 KV G hd"]:
+    def tile(state: tuple) -> tuple:
+        i, out = state
         first, count, slot, position = tiles[i]
+        taken = 1
+        if joined > 1:
+            follows = (tiles[i + 1, 2] == slot) & (tiles[i + 1, 3] == position + count)
+            count = count + jnp.where(follows, tiles[i + 1, 1], 0)
+            taken = jnp.where(follows, 2, 1)
         first = jnp.where(count > 0, first, rows)  # padding tiles write past the chunk
-        queries = lax.dynamic_slice_in_dim(padded, first, TILE_ROWS, axis=0)
-        by_head = queries.transpose(1, 0, 2, 3).reshape(1, kv_heads, TILE_ROWS * group, head_dim)
-        last = jnp.repeat(position + jnp.arange(TILE_ROWS), group)
+        queries = lax.dynamic_slice_in_dim(padded, first, height, axis=0)
+        by_head = queries.transpose(1, 0, 2, 3).reshape(1, kv_heads, height * group, head_dim)
+        last = jnp.repeat(position + jnp.arange(height), group)
         pages_of_slot = lax.dynamic_slice_in_dim(table, slot, 1, axis=0)
 
-        def turn(j: Int[Array, ""], state: tuple) -> tuple:
+        def turn(masked: bool, j: Int[Array, ""], state: tuple) -> tuple:
             pages = lax.dynamic_slice_in_dim(pages_of_slot, j * span, span, axis=1)
             keys = _positions(j, span, page_size)
             # Rows past the tile's count would see pages that are not theirs: mask by length.
             valid = (keys[None, :] <= last[:, None]) & (keys < position + count)[None, :]
+            valid = valid[None, None] if masked else None
             return _accumulate(
-                state, by_head, _gather(k_pool, pages), _gather(v_pool, pages), valid[None, None]
+                state, by_head, _gather(k_pool, pages), _gather(v_pool, pages), valid
             )
 
+        state = _start(by_head.shape)
         trips = _trips(position + count, table, span, page_size, dynamic)
-        trips = jnp.where(count > 0, trips, 0) if dynamic else trips
-        state = lax.fori_loop(0, trips, turn, _start(by_head.shape))
-        attended = _finish(state, q.dtype).reshape(kv_heads, TILE_ROWS, group, head_dim)
-        return lax.dynamic_update_slice_in_dim(out, attended.transpose(1, 0, 2, 3), first, axis=0)
+        seen = 0  # blocks that all rows see whole
+        if dynamic:
+            seen = (position + 1) // (span * page_size)
+            state = lax.fori_loop(0, seen, functools.partial(turn, False), state)
+        state = lax.fori_loop(seen, trips, functools.partial(turn, True), state)
+        attended = _finish(state, q.dtype).reshape(kv_heads, height, group, head_dim)
+        attended = attended.transpose(1, 0, 2, 3)
+        return i + taken, lax.dynamic_update_slice_in_dim(out, attended, first, axis=0)
 
-    trips = jnp.sum(tiles[:, 1] > 0) if dynamic else tiles.shape[0]
-    return lax.fori_loop(0, trips, tile, jnp.zeros(padded.shape, q.dtype))[:rows]
+    out = jnp.zeros(padded.shape, q.dtype)
+    if dynamic:
+        used = jnp.sum(tiles[:, 1] > 0)
+        out = lax.while_loop(lambda state: state[0] < used, tile, (0, out))[1]
+    else:
+        out = lax.fori_loop(0, tiles.shape[0] - 1, lambda i, out: tile((i, out))[1], out)
+    return out[:rows]
 
 
 def _block_for(rows: int) -> int:
@@ -137,17 +164,21 @@ def _accumulate(
     q: Float[Array, "S KV M hd"],
     k: Float[Array, "S KV T hd"],
     v: Float[Array, "S KV T hd"],
-    valid: Bool[Array, "#S 1 #M T"],
+    valid: Bool[Array, "#S 1 #M T"] | None,
 ) -> tuple:
-    """One block of the online softmax."""
+    """One block of the online softmax. `valid` None: every row sees every key.
+
+    A row that sees no key of its first block gathers junk until it sees one.
+    """
     top, total, values = state
     scores = lax.dot_general(
         q, k, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
     )
-    scores = jnp.where(valid, scores, MASKED)
+    if valid is not None:
+        scores = lax.optimization_barrier(jnp.where(valid, scores, MASKED))
     new_top = jnp.maximum(top, scores.max(-1))
     decay = jnp.exp(top - new_top)
-    weights = jnp.where(valid, jnp.exp(scores - new_top[..., None]), 0.0)
+    weights = jnp.exp(scores - new_top[..., None])
     attended = lax.dot_general(
         weights.astype(v.dtype),
         v,
@@ -159,4 +190,4 @@ def _accumulate(
 
 def _finish(state: tuple, dtype: jnp.dtype) -> Float[Array, "S KV M hd"]:
     _, total, values = state
-    return (values / jnp.where(total > 0, total, 1.0)[..., None]).astype(dtype)
+    return (values / total[..., None]).astype(dtype)
