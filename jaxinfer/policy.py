@@ -1,4 +1,4 @@
-"""How the scheduler chooses: its knobs, and the guard against preempting over and over."""
+"""What the scheduler has and how it chooses: limits, knobs, and a guard against thrash."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ from dataclasses import dataclass
 
 CALM_STEPS = 256  # steps without thrash after which half of the extra reserve is given back
 LEAST_EXTRA, MOST_EXTRA = 0.05, 0.5  # fractions of the pool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What one step and the pool can hold."""
+
+    num_slots: int
+    chunk_tokens: int
+    page_size: int
+    num_pages: tuple[int, ...]  # by KV group, the null page included
+    windows: tuple[int | None, ...] = ()  # by KV group, tokens its layers see; (): all see all
 
 
 @dataclass(frozen=True, slots=True)

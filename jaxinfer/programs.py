@@ -64,10 +64,11 @@ def step_shapes(
     From the largest chunk down, sizes alternate between all rows and few: each program costs
     start-up time, and the next larger one serves for what is missing.
 
-    With determinism there is no program of one row, whose matrix products are another kernel's.
-    "fixed" has two programs: all rows, and one chunk without any.
+    With determinism no program has less than `FEWEST_ROWS`: matrix products of fewer rows are
+    another kernel's, with other roundings. "fixed" has two programs: all rows, and one chunk
+    without any.
     """
-    all_rows = max_num_seqs if determinism == "off" else max(max_num_seqs, 2)
+    all_rows = max_num_seqs if determinism == "off" else max(max_num_seqs, FEWEST_ROWS)
     if determinism == "fixed":
         sizes = [(all_rows, 0), (0, fixed_chunk(max_chunk))]
     else:
@@ -83,11 +84,6 @@ def fixed_chunk(max_chunk: int) -> int:
     """The chunk of determinism "fixed", paid whole however few tokens it has: a quarter of the
     largest, but no less than what makes good use of the weights."""
     return min(max_chunk, max(LEAST_FIXED_CHUNK, max_chunk // 4))
-
-
-def sampler_variants(deterministic: bool) -> tuple[Variant, ...]:
-    """Samplers of the set. With determinism a drawn token is always drawn by the same one."""
-    return ("greedy", "full") if deterministic else VARIANTS
 
 
 def smallest_shape(shapes: tuple[StepShape, ...], rows: int, chunk: int) -> StepShape:
@@ -160,7 +156,6 @@ def program_set(
     model: StepModel,
     shapes: tuple[StepShape, ...],
     state: tuple[Any, Any, Slots, Options, History],
-    variants: tuple[Variant, ...] = VARIANTS,
     offload: bool = False,
 ) -> list[Lowerable]:
     """The closed set for `state` = (params, pools, slots, options, history), arrays or structs."""
@@ -190,7 +185,7 @@ def program_set(
         *(
             Lowerable(f"sample {variant} {r}", (r, variant), partial(choice, r, variant))
             for r in rows
-            for variant in variants
+            for variant in VARIANTS
         ),
         Lowerable("admit", "admit", lambda: admit.lower(slots, options, admission)),
         Lowerable("load_history", "load_history", lambda: load_history.lower(history, upload)),

@@ -87,14 +87,13 @@ class Runner:
             shape = smallest_shape(
                 tuple(self.programs.forward), len(plan.decodes), plan.chunk_tokens
             )
-        packed, samplers = pack(plan, shape, self.null_slot), self.programs.sample
+        packed = pack(plan, shape, self.null_slot)
         self.pools, self.slots, rows, logits = self.programs.forward[shape](
             self.params, self.pools, self.slots, packed
         )
-        least = VARIANTS[_level(plan) :]
-        variant = next(v for v in least if (shape.sample_rows, v) in samplers)
+        variant = _variant(plan)
         history = self.history if variant == "full" else None
-        self.slots, history, out = samplers[shape.sample_rows, variant](
+        self.slots, history, out = self.programs.sample[shape.sample_rows, variant](
             logits, rows, self.slots, self.options, history
         )
         if history is not None:
@@ -128,15 +127,15 @@ class Runner:
                     self.history = self.programs.load_history(self.history, upload)
 
 
-def _level(plan: StepPlan) -> int:
-    """Index of the least sampler that covers every row of the plan."""
+def _variant(plan: StepPlan) -> Variant:
+    """The least member of the sampler's set that covers every row of the plan."""
     level = 0
     for sequence in plan.decodes:
         level = max(level, sampling_level(sequence.request.params))
     for piece in plan.pieces:
         if piece.last:
             level = max(level, sampling_level(piece.sequence.request.params))
-    return level
+    return VARIANTS[level]
 
 
 def sampling_level(params: SamplingParams) -> int:

@@ -16,30 +16,18 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from dataclasses import dataclass
 
 from jaxinfer.deadlines import Deadlines
 from jaxinfer.load import KEPT_RECORDS, StepRecord
 from jaxinfer.pace import Pace
 from jaxinfer.page_allocator import PageAllocator
-from jaxinfer.policy import SchedulerPolicy, ThrashGuard
+from jaxinfer.policy import SchedulerLimits, SchedulerPolicy, ThrashGuard
 from jaxinfer.prefix_cache import namespace_key
 from jaxinfer.request import LateError, Request
 from jaxinfer.sequence import NO_SLOT, Sequence
 from jaxinfer.sequence_pages import PageMove, SequencePages
 from jaxinfer.step_plan import MAX_PIECES, Piece, StepPlan
 from jaxinfer.waiting_queue import WaitingQueue
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """What one step and the pool can hold."""
-
-    num_slots: int
-    chunk_tokens: int
-    page_size: int
-    num_pages: tuple[int, ...]  # by KV group, the null page included
-    windows: tuple[int | None, ...] = ()  # by KV group, tokens its layers see; (): all see all
 
 
 class Scheduler:
@@ -62,6 +50,7 @@ class Scheduler:
         self._free_slots = list(range(limits.num_slots - 1, -1, -1))
         self._page_outs: list[PageMove] = []  # to go out with the next step
         self._arrivals = self._admissions = 0
+        self._page_size = limits.page_size
         self._step = 0
         self._chunk_was_last = False
         self._last_plan: float | None = None  # when, unless nothing was planned then
@@ -113,11 +102,11 @@ class Scheduler:
 
     def append(self, sequence: Sequence, token: int) -> None:
         """A step's result was read: one more output token. The pages it fills can be shared."""
-        sequence.tokens.append(token)
-        # The row may have ended with this token, and a step after it computes nothing.
-        known = min(len(sequence.tokens) - 1, sequence.num_computed_tokens)
-        if known >= (sequence.num_published + 1) * self.limits.page_size:
-            self._publish(sequence, known)
+        tokens = sequence.tokens
+        tokens.append(token)
+        if (len(tokens) - 1) % self._page_size == 0 and sequence.root is not None:
+            # The row may have ended with this token, and a step after it computes nothing.
+            self._publish(sequence, min(len(tokens) - 1, sequence.num_computed_tokens))
 
     def finish(self, sequence: Sequence, failed: bool = False) -> None:
         """End a sequence. Its slot is free now, its pages once no step can write them."""
@@ -212,12 +201,19 @@ class Scheduler:
     def _plan_decodes(self, plan: StepPlan, now: float) -> None:
         """All that can decode, most urgent first: only those not yet planned may lose pages."""
         page_size = self.limits.page_size
+        decodes = plan.decodes
         for sequence in list(self.running):
-            if sequence.slot == NO_SLOT or not sequence.decodes:
-                continue  # preempted by an earlier turn of this loop, prefilling, or at its limit
-            full = sequence.num_computed_tokens == len(sequence.pages[0]) * page_size
+            computed = sequence.num_computed_tokens
+            if (
+                computed < sequence.prefill_target  # prefilling
+                or len(sequence.tokens) + sequence.num_in_flight >= sequence.most_tokens
+                or sequence.slot == NO_SLOT  # preempted by an earlier turn of this loop
+            ):
+                continue
+            # Only at the end of a page can its pages be full.
+            full = not computed % page_size and computed == len(sequence.pages[0]) * page_size
             if not full or self._grow(sequence, plan, now):
-                plan.decodes.append(sequence)
+                decodes.append(sequence)
 
     def _grow(self, sequence: Sequence, plan: StepPlan, now: float) -> bool:
         """One more page for a decoding sequence. False: none is there, it sits this step out.

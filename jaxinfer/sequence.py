@@ -26,6 +26,7 @@ class Sequence:
         cached_tokens: prompt tokens that the prefix cache had when it was first admitted.
         host_pages: where its pages are in host memory while it waits, by KV group.
         replay: outputs it had before it was preempted, which it is computing again.
+        most_tokens: tokens it may have in the end.
         last_step: number of the last dispatched step that works on it.
         order: how many sequences came before it; level: the priority it waits or runs at.
         entry, entered, preempted: of the waiting queue: the number of its place (NOT_WAITING while
@@ -58,6 +59,10 @@ class Sequence:
     first_token: float | None = None
     reported: bool = False
     finished: bool = False
+    most_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.most_tokens = len(self.request.prompt) + self.request.max_new_tokens
 
     @property
     def tenant(self) -> str:
@@ -79,4 +84,4 @@ class Sequence:
     @property
     def decodes(self) -> bool:
         """Whether the next step may compute one more token."""
-        return not self.prefilling and self.num_outputs < self.request.max_new_tokens
+        return not self.prefilling and len(self.tokens) + self.num_in_flight < self.most_tokens

@@ -23,18 +23,17 @@ from jaxinfer.models import family_of
 from jaxinfer.page_transfer import PageTransfer
 from jaxinfer.params import ParamSpec
 from jaxinfer.paths import cache_dir
-from jaxinfer.policy import SchedulerPolicy
+from jaxinfer.policy import SchedulerLimits, SchedulerPolicy
 from jaxinfer.program_store import ProgramStore, describe_arrays
 from jaxinfer.programs import (
     Programs,
     Progress,
     compile_programs,
     program_set,
-    sampler_variants,
     step_shapes,
 )
 from jaxinfer.runner import Runner
-from jaxinfer.scheduler import Scheduler, SchedulerLimits
+from jaxinfer.scheduler import Scheduler
 from jaxinfer.sharding import (
     make_mesh,
     param_shardings,
@@ -173,10 +172,9 @@ def _builder(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if mesh else None),
         state,
     )
-    variants, offload = sampler_variants(config.deterministic), config.kv_offload_bytes > 0
 
     def build(shapes: tuple[StepShape, ...]) -> None:
-        wanted = program_set(step_model, shapes, structs, variants, offload)
+        wanted = program_set(step_model, shapes, structs, config.kv_offload_bytes > 0)
         compile_programs(wanted, runner.programs, progress, store)
         if jax.default_backend() == "cpu":
             keep_freed_memory()

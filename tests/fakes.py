@@ -11,7 +11,7 @@ from collections import deque
 
 from jaxinfer import sampler_outcomes as outcomes
 from jaxinfer.engine import Engine
-from jaxinfer.policy import SchedulerPolicy
+from jaxinfer.policy import SchedulerLimits, SchedulerPolicy
 from jaxinfer.programs import smallest_shape, step_shapes
 from jaxinfer.request import (
     Abort,
@@ -23,7 +23,7 @@ from jaxinfer.request import (
     Submit,
 )
 from jaxinfer.runner import StepResult
-from jaxinfer.scheduler import Scheduler, SchedulerLimits
+from jaxinfer.scheduler import Scheduler
 from jaxinfer.step_plan import TILE_ROWS, StepPlan, layout, pack
 from jaxinfer.validation import EngineLimits
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from pallas_kernels.paged_attention import TILE_ROWS, paged_attention, paged_prefill, write_kv
 
-attend = jax.jit(paged_attention, static_argnames=("scale", "implementation"))
-prefill = jax.jit(paged_prefill, static_argnames=("scale", "implementation"))
+attend = jax.jit(paged_attention, static_argnames=("scale", "implementation", "block"))
+prefill = jax.jit(paged_prefill, static_argnames=("scale", "implementation", "block"))
 
 IMPLEMENTATIONS = ("reference", "reference_static")
 SCALE = 0.37
@@ -232,3 +232,22 @@ def test_values_in_the_pool_are_always_finite(bad, dtype):
     found = {tuple(map(int, place)) for place in np.argwhere(np.isnan(k_pool).any(-1))}
     assert found == poisoned
     assert k_pool.dtype == v_pool.dtype == dtype
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("block", [16, 48, 64, 256])
+def test_a_block_size_that_was_asked_for(implementation, block):
+    """It changes what is added up when, and nothing else; also where the table is no multiple."""
+    lengths = [90, 1, 200, 0]
+    paged = Paged(np.random.default_rng(block), lengths, 16)
+    table, q = jnp.asarray(paged.table), jnp.asarray(paged.queries(4, 3))
+    tiles = jnp.asarray(tiles_of([(0, 88, 2), (2, 198, 2)]))
+    how = {"scale": SCALE, "implementation": implementation, "block": block}
+    decoded = attend(q, *paged.pools(), table, jnp.asarray(lengths, jnp.int32), **how)
+    prefilled = prefill(q, *paged.pools(), table, tiles, **how)
+    for row, length in enumerate(lengths):
+        want = dense(np.asarray(q)[row], paged.k[row], paged.v[row]) if length else 0
+        np.testing.assert_allclose(decoded[row], want, atol=2e-6)
+    for row, (slot, length) in enumerate([(0, 89), (0, 90), (2, 199), (2, 200)]):
+        want = dense(np.asarray(q)[row], paged.k[slot][:length], paged.v[slot][:length])
+        np.testing.assert_allclose(prefilled[row], want, atol=2e-6)

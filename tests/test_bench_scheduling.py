@@ -10,6 +10,7 @@ from fakes import POISON, FakeRunner, scheduler_limits
 from tiny_checkpoint import hf_folder
 from typer.testing import CliRunner
 
+from jaxinfer.bench import setup
 from jaxinfer.bench.cli import app
 from jaxinfer.bench.drive import drive, drive_feed
 from jaxinfer.bench.feeds import Chats, Reserving, Waves
@@ -20,9 +21,10 @@ from jaxinfer.bench.prefix import GUIDE, Sizes, compare, make_load, shared_hits,
 from jaxinfer.bench.scheduler_cost import requests, scheduler_times
 from jaxinfer.bench.variants import running_as
 from jaxinfer.bench.workload import WorkItem, make_workload
+from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
-from jaxinfer.policy import SchedulerPolicy
-from jaxinfer.scheduler import Scheduler, SchedulerLimits
+from jaxinfer.policy import SchedulerLimits, SchedulerPolicy
+from jaxinfer.scheduler import Scheduler
 from jaxinfer.validation import EngineLimits
 
 
@@ -107,9 +109,9 @@ def climbed() -> dict:
         WorkItem((*shared, *prompt(4 + n, 2 + n)), length)
         for n, length in enumerate([9, 3, 5, 2, 8, 1, 4, 6, 2, 3])
     ]
-    scheduler, runner, shapes = engine.scheduler, engine.runner, engine.runner.shapes
+    scheduler, runner = engine.scheduler, engine.runner
     result = ladder(engine, items, LADDER, 2)
-    assert (engine.scheduler, engine.runner, runner.shapes) == (scheduler, runner, shapes)
+    assert (engine.scheduler, engine.runner) == (scheduler, runner)
     return {rung["rung"]: rung for rung in result["rungs"]} | {"result": result}
 
 
@@ -149,15 +151,6 @@ def test_continuous_batching_reaches_its_bound_on_a_long_load():
     found = ladder(engine, items, rungs_named(["static", "continuous"]), 1)["batching"]
     assert found["bound"] > 2
     assert found["decode_steps_fraction"] >= 0.9
-
-
-def test_a_static_batch_keeps_its_size_to_the_end():
-    engine = fake_engine(slots=16)
-    runner, sizes = engine.runner, []
-    for full_batch in (True, False):
-        with running_as(engine, SchedulerPolicy(), full_batch):
-            sizes.append({shape.rows for shape in runner.shapes if not shape.chunk})
-    assert sizes == [{16}, {1, 8, 16}]
 
 
 def test_continuous_and_static_answer_alike():
@@ -300,7 +293,10 @@ def model(tmp_path_factory) -> str:
     return str(folder)
 
 
-SMALL = (
+ENGINE = {
+    "max_num_seqs": 2, "max_num_batched_tokens": 64, "kv_pool_bytes": 16_000_000, "page_size": 16,
+}  # fmt: skip
+SMALL = (  # the same, as options
     "--dtype", "float32", "--max-num-batched-tokens", "64", "--kv-cache-memory", "16000000",
     "--page-size", "16", "--concurrency", "2", "--rounds", "1",
 )  # fmt: skip
@@ -313,6 +309,19 @@ def test_the_ladder_of_a_tiny_model(model):
     assert result["batching"]["bound"] > 1
     assert result["compiles_after_ready"] == 0
     assert result["length_scale"] == 0.01
+
+
+def test_a_static_batch_keeps_its_size_to_the_end(model):
+    engine = setup.start(model, EngineConfig(**ENGINE), "float32").engine
+    items = [WorkItem(prompt(5, 1), 6), WorkItem(prompt(5, 2), 3)]
+    seen = []
+    dispatch = engine.runner.dispatch
+    engine.runner.dispatch = lambda *given: seen.append(dispatch(*given)) or seen[-1]
+    for full_batch in (True, False):
+        with running_as(engine, SchedulerPolicy(prefix_cache=False), full_batch):
+            drive_feed(engine, Waves(items, 2), 2)
+    rows = [step.shape.rows for step in seen if not step.shape.chunk]
+    assert (rows[:5], rows[5:]) == ([2, 2, 2, 2, 2], [2, 2, 1, 1, 1])
 
 
 def test_prefixes_of_a_tiny_model(model):

@@ -12,7 +12,7 @@ import time
 
 import pytest
 from fake_engine import ScriptedEngine, forever, limits, says
-from jaxinfer_service.cli.top import duration, frame
+from jaxinfer_service.cli.top import _frames, duration, frame
 from jaxinfer_service.client import Client
 from jaxinfer_service.pb.jaxinfer.v1 import control_pb2 as pb
 from serving import server_thread
@@ -78,6 +78,14 @@ def test_rates_are_over_the_time_of_the_steps_that_are_there():
     assert "tokens/s  15 prefill, 3 decode, in 1 steps/s" in frame("s", INFO, late, 60.0, 100)
     none = update(steps=[], page_maps=[])
     assert "tokens/s  0 prefill, 0 decode, in 0 steps/s" in frame("s", INFO, none, 2.0, 100)
+
+
+def test_rates_of_later_frames_are_over_the_time_between_updates():
+    first, second = update(), update()
+    second.load.time = first.load.time + 4
+    shown = _frames("s", INFO, [first, second], 2.0, 100)
+    rates = [line for lines in shown for line in lines if line.startswith("tokens/s")]
+    assert [rate.split(" prefill")[0] for rate in rates] == ["tokens/s  30", "tokens/s  15"]
 
 
 def test_what_there_is_nothing_of_is_said_so():

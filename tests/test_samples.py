@@ -140,14 +140,14 @@ async def test_a_queue_that_takes_only_some_refuses_all():
         engine.gate.clear()
         first = await front.submit("x", SamplingParams(n=2))
         with pytest.raises(QueueFullError):
-            await front.submit("x", SamplingParams(n=3))
+            await front.submit("x", SamplingParams(n=4))
         assert list(front._streams) == ["r1"] and set(front._samples) == {"r1", "r1.1"}
         async with first:
             engine.gate.set()
             await until(lambda: {"r2", "r2.1"} <= set(engine.ended))
         await until(lambda: not engine.has_work)
         counters = front.counters
-        assert (counters.received, counters.aborted, counters.refused) == (5, 4, 1)
+        assert (counters.received, counters.aborted, counters.refused) == (6, 4, 2)
         assert balanced(counters, engine)
 
 

@@ -97,7 +97,7 @@ def test_null_padding_maps_the_null_slot_to_the_null_page():
 
 
 def test_the_most_page_table_entries_one_step_can_have():
-    """All decode rows need a page just when a chunk of ragged pieces needs most."""
+    """One a decode row: the pages of prompts are entered when they are admitted."""
     scheduler = Scheduler(scheduler_limits(num_slots=16, chunk=136, page_size=16, pages=(100,)))
     for i in range(8):
         scheduler.add(Request(f"decoding {i}", (5,) * 16, GREEDY, 9, 0))
@@ -107,7 +107,7 @@ def test_the_most_page_table_entries_one_step_can_have():
     for i in range(8):
         scheduler.add(Request(f"new {i}", (5,) * 17, GREEDY, 9, 0))
     plan = scheduler.plan(0.0)
-    assert (len(plan.decodes), len(plan.pieces), len(plan.deltas)) == (8, 8, 8 + 16)
+    assert (len(plan.decodes), len(plan.pieces), len(plan.deltas)) == (8, 8, 8)
     shape = StepShape(8, 136, 16)
     view = unpack(pack(plan, shape, null_slot=16), shape)
     entries = [(0, *entry) for entry in view["deltas"][0].tolist() if entry[0] != 16]

@@ -94,15 +94,23 @@ def built(setup: Setup) -> Engine:
 
 def engine_for(setup: Setup, overlap: bool = True, params=None) -> Engine:
     """A fresh engine on the programs of a setup."""
-    base = built(setup)
-    pools = jax.tree.map(jnp.zeros_like, base.runner.pools)
-    slots = empty_slots(setup.slots, tuple(t.shape[1] for t in base.runner.slots.page_tables))
-    options, history = empty_options(setup.slots), empty_history(setup.slots, VOCAB)
-    params = params if params is not None else base.runner.params
-    state, transfer = (params, pools, slots, options, history), base.runner.transfer
+    return fresh(built(setup), overlap, params)
+
+
+def fresh(base: Engine, overlap: bool = True, params=None) -> Engine:
+    """A fresh engine on the programs of another one."""
+    pools, slots = jax.tree.map(jnp.zeros_like, base.runner.pools), base.limits.max_num_seqs
+    state = (
+        params if params is not None else base.runner.params,
+        pools,
+        empty_slots(slots, tuple(t.shape[1] for t in base.runner.slots.page_tables)),
+        empty_options(slots),
+        empty_history(slots, base.limits.vocab_size),
+    )
+    transfer = base.runner.transfer
     if transfer is not None:
         transfer = PageTransfer(transfer.groups, transfer.host_pages, transfer.programs)
-    runner = Runner(base.runner.programs, setup.slots, state, transfer)
+    runner = Runner(base.runner.programs, slots, state, transfer)
     scheduler = Scheduler(base.scheduler.limits, base.scheduler.policy)
     return Engine(scheduler, runner, base.limits, overlap)
 

@@ -284,8 +284,7 @@ def scheduler(
 ) -> None:
     """What deciding a step costs the host, with long queues and no device."""
     from jaxinfer.bench.scheduler_cost import scheduler_times
-    from jaxinfer.policy import SchedulerPolicy
-    from jaxinfer.scheduler import SchedulerLimits
+    from jaxinfer.policy import SchedulerLimits, SchedulerPolicy
 
     limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, page_size, (pages,))
     try:

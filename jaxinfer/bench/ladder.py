@@ -59,7 +59,9 @@ class Runs:
     ttfts: list[float] = field(default_factory=list)
     tpots: list[float] = field(default_factory=list)
     decode_seconds: list[float] = field(default_factory=list)  # of steps without prompts, by round
+    prompt_seconds: list[float] = field(default_factory=list)  # of all others
     decode_steps: int = 0
+    prompt_steps: int = 0
     prefill_tokens: int = 0
     preemptions: int = 0
 
@@ -68,7 +70,9 @@ class Runs:
         self.ttfts += run.ttfts(since_start=True)
         self.tpots += run.tpots
         self.decode_seconds.append(sum(step.seconds for step in log.decode_steps))
-        self.decode_steps, self.prefill_tokens = len(log.decode_steps), log.prefill_tokens
+        self.prompt_seconds.append(sum(step.seconds for step in log.prompt_steps))
+        self.decode_steps, self.prompt_steps = len(log.decode_steps), len(log.prompt_steps)
+        self.prefill_tokens = log.prefill_tokens
         self.preemptions = preemptions
 
 
@@ -142,6 +146,8 @@ def _entry(rung: Rung, runs: Runs, base: Runs) -> dict[str, Any]:
         "tpot_ms": summarise([1e3 * s for s in runs.tpots]),
         "decode_steps": runs.decode_steps,
         "decode_seconds": runs.decode_seconds,
+        "prompt_steps": runs.prompt_steps,
+        "prompt_seconds": runs.prompt_seconds,
         "prefill_tokens": runs.prefill_tokens,
         "preemptions": runs.preemptions,
         "rates": runs.rates,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from jaxinfer import sampler_outcomes as outcomes
 from jaxinfer.engine import Engine
-from jaxinfer.policy import SchedulerPolicy
+from jaxinfer.policy import SchedulerLimits, SchedulerPolicy
 from jaxinfer.runner import StepResult
-from jaxinfer.scheduler import Scheduler, SchedulerLimits
+from jaxinfer.scheduler import Scheduler
 from jaxinfer.step_plan import StepPlan
 from jaxinfer.validation import EngineLimits
 

@@ -19,9 +19,8 @@ from jaxinfer.bench.feeds import Feed, Reserving, Waves
 from jaxinfer.bench.no_device import engine_without_device
 from jaxinfer.bench.workload import WorkItem
 from jaxinfer.engine import Engine
-from jaxinfer.policy import SchedulerPolicy
+from jaxinfer.policy import SchedulerLimits, SchedulerPolicy
 from jaxinfer.request import Command, SequenceEvent
-from jaxinfer.scheduler import SchedulerLimits
 from jaxinfer.validation import EngineLimits
 
 

@@ -24,10 +24,10 @@ from jaxinfer.bench.ladder import with_shared_prefix
 from jaxinfer.bench.no_device import result_of
 from jaxinfer.bench.stats import summarise
 from jaxinfer.bench.workload import WorkItem, make_workload
-from jaxinfer.policy import SchedulerPolicy
+from jaxinfer.policy import SchedulerLimits, SchedulerPolicy
 from jaxinfer.request import Request, SamplingParams, Scheduling
 from jaxinfer.runner import StepResult
-from jaxinfer.scheduler import Scheduler, SchedulerLimits
+from jaxinfer.scheduler import Scheduler
 from jaxinfer.step_plan import StepPlan
 
 VOCAB_SIZE, MAX_TOKENS = 1 << 15, 4096

@@ -14,9 +14,9 @@ from typing import Any
 
 from jaxinfer.engine import Engine
 from jaxinfer.policy import SchedulerPolicy
-from jaxinfer.runner import StepResult, StepRunner
+from jaxinfer.runner import Runner, StepResult, StepRunner
 from jaxinfer.scheduler import Scheduler
-from jaxinfer.step_plan import StepPlan
+from jaxinfer.step_plan import StepPlan, StepShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +29,25 @@ class StepNote:
 
 
 class StepLog:
-    """A runner that notes its steps."""
+    """A runner that notes its steps. `decode_shape`: of all that compute no prompt, if given."""
 
-    def __init__(self, runner: StepRunner, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        runner: StepRunner,
+        decode_shape: StepShape | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self._runner, self._clock = runner, clock
+        self._decode_shape = decode_shape
         self._in_flight: deque[tuple[int, int, float]] = deque()
         self._last_result = clock()
         self.steps: list[StepNote] = []
 
     def dispatch(self, plan: StepPlan) -> Any:
         self._in_flight.append((len(plan.decodes), plan.chunk_tokens, self._clock()))
+        if self._decode_shape is not None and not plan.pieces:
+            assert isinstance(self._runner, Runner)
+            return self._runner.dispatch(plan, self._decode_shape)
         return self._runner.dispatch(plan)
 
     def collect(self, handle: Any) -> StepResult:
@@ -56,6 +65,11 @@ class StepLog:
         return sum(step.chunk_tokens for step in self.steps)
 
     @property
+    def prompt_steps(self) -> list[StepNote]:
+        """Steps that computed a part of a prompt, whatever else."""
+        return [step for step in self.steps if step.chunk_tokens]
+
+    @property
     def decode_steps(self) -> list[StepNote]:
         """Steps that computed no prompt."""
         return [step for step in self.steps if not step.chunk_tokens]
@@ -71,14 +85,16 @@ def running_as(
     """
     scheduler, runner = engine.scheduler, engine.runner
     engine.scheduler = Scheduler(scheduler.limits, policy)
-    engine.runner = log = StepLog(runner)
-    shapes = getattr(runner, "shapes", ())
-    if full_batch:
-        slots = scheduler.limits.num_slots
-        runner.shapes = tuple(s for s in shapes if s.chunk or s.rows == slots)  # type: ignore[attr-defined]
+    engine.runner = log = StepLog(runner, _widest(runner) if full_batch else None)
     try:
         yield log
     finally:
         engine.scheduler, engine.runner = scheduler, runner
-        if full_batch:
-            runner.shapes = shapes  # type: ignore[attr-defined]
+
+
+def _widest(runner: StepRunner) -> StepShape | None:
+    """The decode step of all slots; None for a runner that has no programs."""
+    if not isinstance(runner, Runner):
+        return None
+    shapes = [shape for shape in runner.programs.forward if not shape.chunk]
+    return max(shapes, key=lambda shape: shape.rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -24,32 +23,8 @@ def linear(
     would transpose and copy the whole weight in every step.
     """
     flat = weight.reshape(-1, weight.shape[-1])
-    product = functools.partial(_product, out_dtype=out_dtype)
-    if x.shape[0] in FEW_ROWS and x.dtype == jnp.float32:
-        few = functools.partial(_few_rows_product, out_dtype=out_dtype)
-        out = lax.platform_dependent(x, flat, cpu=few, default=product)
-    else:
-        out = product(x, flat)
-    return out.reshape(x.shape[0], *weight.shape[:-1])
-
-
-FEW_ROWS = range(8, 49)  # where the CPU's product is faster the other way round
-
-
-def _product(x: Float[Array, "T K"], flat: Float[Array, "N K"], out_dtype: Any) -> Any:
-    return lax.dot_general(x, flat, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
-
-
-def _few_rows_product(x: Float[Array, "T K"], flat: Float[Array, "N K"], out_dtype: Any) -> Any:
-    """(weight @ x.T).T, which reads the weight as it lies; otherwise it is packed at every use.
-
-    The barriers keep XLA from turning it back.
-    """
-    columns = lax.optimization_barrier(x.T)
-    product = lax.dot_general(
-        flat, columns, (((1,), (0,)), ((), ())), preferred_element_type=out_dtype
-    )
-    return lax.optimization_barrier(product).T
+    product = lax.dot_general(x, flat, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
+    return product.reshape(x.shape[0], *weight.shape[:-1])
 
 
 def add_bias(x: Float[Array, "T ..."], bias: Array | None) -> Float[Array, "T ..."]:

@@ -5,7 +5,7 @@ arXiv:1805.02867). The table is never gathered whole: its width and the pool's s
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Int
 # wasted at the end of a sequence for many. Measured on CPUs, see docs/performance.md.
 MIN_BLOCK, MAX_BLOCK, ROWS_TIMES_BLOCK = 64, 256, 512
 TILE_ROWS = 64  # query tokens of one prefill tile
-# A dynamic loop takes two tiles of a piece at once, and more keys: fewer and longer operations.
-JOINED_TILES, JOINED_BLOCK = 2, 128
+# Two tiles of a piece are taken at once where loops are dynamic: fewer and longer operations.
+JOINED_BLOCK = 128  # keys that they attend to in a turn
 MASKED = -1e30  # finite: exp(MASKED - MASKED) must not be NaN
 
 
@@ -26,11 +26,11 @@ class Seen(NamedTuple):
     window: int | None = None
     soft_cap: float | None = None
 
-    def first(self, position: Int[Array, "..."]) -> Int[Array, "..."] | int:
+    def first(self, position: Int[Array, ...]) -> Int[Array, ...] | int:
         """The first key that a query at `position` sees."""
         return 0 if self.window is None else jnp.maximum(position - self.window + 1, 0)
 
-    def capped(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
+    def capped(self, scores: Float[Array, ...]) -> Float[Array, ...]:
         return scores if self.soft_cap is None else jnp.tanh(scores / self.soft_cap) * self.soft_cap
 
 
@@ -50,7 +50,7 @@ def paged_attention(
     trips = _trips(jnp.max(kv_lens), table, span, k_pool.shape[2], dynamic)
     scaled = (q * scale).astype(k_pool.dtype)
     first = seen.first(kv_lens - 1)
-    start: Any = 0
+    start: Int[Array, ""] | int = 0
     if dynamic and seen.window is not None:
         start = jnp.min(jnp.where(kv_lens > 0, first, jnp.max(first))) // (span * k_pool.shape[2])
 
@@ -81,9 +81,9 @@ def paged_prefill(
     """See the package. Each tile attends block by block up to its own last position."""
     rows, kv_heads, group, head_dim = q.shape
     page_size = k_pool.shape[2]
-    joined = min(JOINED_TILES, -(-rows // TILE_ROWS)) if dynamic else 1
-    height = joined * TILE_ROWS
-    default = JOINED_BLOCK if joined > 1 else _block_for(TILE_ROWS)
+    joined = dynamic and rows > TILE_ROWS
+    height = 2 * TILE_ROWS if joined else TILE_ROWS
+    default = JOINED_BLOCK if joined else _block_for(TILE_ROWS)
     table, span = _whole_blocks(page_table, page_size, block or default)
     tiles = jnp.pad(tiles, ((0, 1), (0, 0)))
     # Tiles may overrun their rows into the next tile's, which then overwrites them.
@@ -93,11 +93,9 @@ def paged_prefill(
     def tile(state: tuple) -> tuple:
         i, out = state
         first, count, slot, position = tiles[i]
-        taken = 1
-        if joined > 1:
-            follows = (tiles[i + 1, 2] == slot) & (tiles[i + 1, 3] == position + count)
-            count = count + jnp.where(follows, tiles[i + 1, 1], 0)
-            taken = jnp.where(follows, 2, 1)
+        taken: Int[Array, ""] | int = 1
+        if joined:
+            count, taken = _join_next(tiles, i)
         first = jnp.where(count > 0, first, rows)  # padding tiles write past the chunk
         queries = lax.dynamic_slice_in_dim(padded, first, height, axis=0)
         by_head = queries.transpose(1, 0, 2, 3).reshape(1, kv_heads, height * group, head_dim)
@@ -117,7 +115,7 @@ def paged_prefill(
 
         state = _start(by_head.shape)
         trips = _trips(position + count, table, span, page_size, dynamic)
-        start: Any = 0  # of the blocks that some rows see in part
+        start: Int[Array, ""] | int = 0  # of the blocks that some rows see in part
         if dynamic and seen.window is None:  # those before it, all rows see whole
             start = (position + 1) // (span * page_size)
             state = lax.fori_loop(0, start, functools.partial(turn, False), state)
@@ -135,6 +133,16 @@ def paged_prefill(
     else:
         out = lax.fori_loop(0, tiles.shape[0] - 1, lambda i, out: tile((i, out))[1], out)
     return out[:rows]
+
+
+def _join_next(
+    tiles: Int[Array, "T 4"], i: Int[Array, ""]
+) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Rows of tile i and, if the next one continues its piece, of that one; and how many tiles."""
+    _, count, slot, position = tiles[i]
+    _, more, next_slot, next_position = tiles[i + 1]
+    follows = (next_slot == slot) & (next_position == position + count)
+    return count + jnp.where(follows, more, 0), jnp.where(follows, 2, 1)
 
 
 def _block_for(rows: int) -> int:
