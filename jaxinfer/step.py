@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +134,7 @@ def _layer(
         nonlocal stored
         stored = write_kv(*pool, place.pages, place.offsets, k, v)
         rows = place.kv_lens.shape[0]
-        how = {
+        how: dict[str, Any] = {
             "scale": config.scale,
             "window": kind.window,
             "soft_cap": config.attention_soft_cap,

@@ -231,8 +231,9 @@ def _attention(
     if c.qk_norm != "none":
         qk = _norm_qk(params, c, qk)
     if kind.rope != "none":
+        cos, sin = context[kind.rope]
         flat = qk.reshape(tokens, -1, c.head_dim)
-        qk = apply_rope(flat, *context[kind.rope], c.rope_pairs).reshape(qk.shape)
+        qk = apply_rope(flat, cos, sin, c.rope_pairs).reshape(qk.shape)
     attended = attend(qk[:, :, :group], qk[:, :, group], v)
     return add_bias(project_out(attended, params["o"]), params.get("o_bias"))
 

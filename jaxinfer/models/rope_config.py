@@ -96,7 +96,7 @@ def _parse(hf: dict[str, Any], rope: dict[str, Any], theta: float) -> RopeConfig
     for name in ("divisors", "long_divisors"):
         if name in values:
             values[name] = tuple(float(value) for value in values[name])
-    scaling = "none" if kind == "default" else kind
+    scaling: Any = "none" if kind == "default" else kind
     return RopeConfig(theta=float(rope.get("rope_theta") or theta), scaling=scaling, **values)
 
 

@@ -35,8 +35,9 @@ def paged_attention(
     """Decode attention: one query token a row over its first `kv_lens` cached tokens.
 
     Softmax in float32. Rows with `kv_lens` 0 return zeros. With a `window`, a query sees so many
-    tokens, itself included; `soft_cap` c makes scores c * tanh(score / c). `block` is how many keys are taken at
-    once; None: what is fastest for as many rows. A row's result depends on it in the last bits.
+    tokens, itself included; `soft_cap` c makes scores c * tanh(score / c). `block` is how many keys
+    are taken at once; None: what is fastest for as many rows. A row's result depends on it in the
+    last bits.
     """
     dynamic, seen = implementation == "reference", reference.Seen(window, soft_cap)
     return reference.paged_attention(

@@ -26,9 +26,11 @@ class Seen(NamedTuple):
     window: int | None = None
     soft_cap: float | None = None
 
-    def first(self, position: Int[Array, ...]) -> Int[Array, ...] | int:
+    def first(self, position: Int[Array, "..."]) -> Int[Array, "..."]:
         """The first key that a query at `position` sees."""
-        return 0 if self.window is None else jnp.maximum(position - self.window + 1, 0)
+        if self.window is None:
+            return jnp.zeros_like(position)
+        return jnp.maximum(position - self.window + 1, 0)
 
     def capped(self, scores: Float[Array, ...]) -> Float[Array, ...]:
         return scores if self.soft_cap is None else jnp.tanh(scores / self.soft_cap) * self.soft_cap
@@ -109,9 +111,8 @@ def paged_prefill(
             valid = (keys[None, :] <= last[:, None]) & (keys < position + count)[None, :]
             if seen.window is not None:
                 valid &= keys[None, :] >= seen.first(last)[:, None]
-            valid = valid[None, None] if masked else None
             k, v = _gather(k_pool, pages), _gather(v_pool, pages)
-            return _accumulate(state, by_head, k, v, valid, seen)
+            return _accumulate(state, by_head, k, v, valid[None, None] if masked else None, seen)
 
         state = _start(by_head.shape)
         trips = _trips(position + count, table, span, page_size, dynamic)
