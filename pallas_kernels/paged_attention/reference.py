@@ -26,13 +26,13 @@ class Seen(NamedTuple):
     window: int | None = None
     soft_cap: float | None = None
 
-    def first(self, position: Int[Array, "..."]) -> Int[Array, "..."]:
+    def first(self, position: Int[Array, "*axes"]) -> Int[Array, "*axes"]:
         """The first key that a query at `position` sees."""
         if self.window is None:
             return jnp.zeros_like(position)
         return jnp.maximum(position - self.window + 1, 0)
 
-    def capped(self, scores: Float[Array, ...]) -> Float[Array, ...]:
+    def capped(self, scores: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
         return scores if self.soft_cap is None else jnp.tanh(scores / self.soft_cap) * self.soft_cap
 
 
