@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-RopeScaling = Literal["none", "linear", "llama3", "yarn", "divisors"]
+RopeScaling = Literal["none", "linear", "llama3", "yarn", "longrope", "divisors"]
 
 # How a token's result is kept independent of its company: not at all; all programs agree to the
 # last bit; or it is always the same program that computes it (see `determinism.py`).
@@ -23,7 +23,8 @@ class RopeConfig:
     `low_freq_factor`, `high_freq_factor`, `original_max_position`; `yarn` (Peng et al. 2023,
     arXiv:2309.00071) reads `factor`, `beta_fast`, `beta_slow`, `original_max_position`,
     `attention_factor` (None: 0.1 ln(factor) + 1) and `truncate`; `divisors` reads `divisors`, one
-    for each frequency (GGUF files carry llama3 scaling in that form).
+    for each frequency (GGUF files carry llama3 scaling in that form); `longrope` reads those and
+    `long_divisors`, of which it uses the latter for models served beyond `original_max_position`.
     """
 
     theta: float = 10000.0
@@ -37,11 +38,34 @@ class RopeConfig:
     attention_factor: float | None = None
     truncate: bool = True
     divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()
+
+    def served(self, max_model_len: int) -> RopeConfig:
+        """As it is for sequences of at most so many tokens."""
+        if self.scaling != "longrope" or max_model_len > self.original_max_position:
+            return self
+        return dataclasses.replace(self, scaling="divisors", long_divisors=())
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """How the layers of one kind attend.
+
+    Attributes:
+        window: tokens a query sees, its own included; None: all before it.
+        rope: which of the model's rotary tables it uses.
+    """
+
+    window: int | None = None
+    rope: Literal["global", "local", "none"] = "global"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer. Hashable: it is a static argument of the step."""
+    """The shape of a decoder-only transformer. Hashable: it is a static argument of the step.
+
+    What the fields after `rope` do, and which families use them: `models/decoder.py`.
+    """
 
     family: str
     vocab_size: int
@@ -55,6 +79,31 @@ class ModelConfig:
     rms_norm_eps: float = 1e-5
     tie_embeddings: bool = False
     rope: RopeConfig = field(default_factory=RopeConfig)
+    kinds: tuple[LayerKind, ...] = ()  # of each layer; (): all attend to everything
+    local_rope: RopeConfig | None = None
+    rotary_dim: int | None = None  # leading part of a head that rotates; None: all of it
+    rope_pairs: Literal["halves", "neighbours"] = "halves"
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: Literal["none", "head", "all"] = "none"
+    norms: Literal["pre", "post", "both"] = "pre"
+    norm_offset: float = 0.0
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    attention_scale: float | None = None  # None: head_dim ** -0.5
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+
+    def kind(self, layer: int) -> LayerKind:
+        return self.kinds[layer] if self.kinds else LayerKind()
+
+    @property
+    def scale(self) -> float:
+        """What attention scores are multiplied by."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def group_size(self) -> int:
@@ -68,10 +117,16 @@ class ModelConfig:
     def from_json(cls, data: dict[str, Any]) -> ModelConfig:
         """Inverse of `to_json`. Raises TypeError on unknown or missing fields."""
         fields = dict(data)
-        rope = dict(fields["rope"])
-        rope["divisors"] = tuple(rope.get("divisors", ()))
-        fields["rope"] = RopeConfig(**rope)
+        fields["rope"] = _rope_from_json(fields["rope"])
+        if fields.get("local_rope") is not None:
+            fields["local_rope"] = _rope_from_json(fields["local_rope"])
+        fields["kinds"] = tuple(LayerKind(**kind) for kind in fields.get("kinds", ()))
         return cls(**fields)
+
+
+def _rope_from_json(data: dict[str, Any]) -> RopeConfig:
+    lists = {name: tuple(data.get(name, ())) for name in ("divisors", "long_divisors")}
+    return RopeConfig(**{**data, **lists})
 
 
 @dataclass(frozen=True, slots=True)

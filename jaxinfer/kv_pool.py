@@ -21,7 +21,8 @@ Pools = list[tuple[Any, Any]]  # one (k_pages, v_pages) a layer: arrays or their
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that share a page table: full attention over `num_pages` pages."""
+    """Layers that share a page table over `num_pages` pages, of which they need those of the last
+    `window` tokens (None: all)."""
 
     layers: tuple[int, ...]
     num_pages: int
@@ -29,6 +30,7 @@ class KVGroup:
     kv_heads: int
     head_dim: int
     dtype: str
+    window: int | None = None
 
     @property
     def page_bytes(self) -> int:
@@ -47,28 +49,63 @@ class KVGroup:
 
 
 def kv_groups(
-    model: ModelConfig, num_pages: int, page_size: int, dtype: str
+    model: ModelConfig, num_pages: int | tuple[int, ...], page_size: int, dtype: str
 ) -> tuple[KVGroup, ...]:
-    """The groups of a model. So far every layer attends to everything: one group."""
-    return (
+    """The groups of a model: layers that see everything first, then those of each window.
+
+    `num_pages` is of each group, or the same for all.
+    """
+    windows = [model.kind(i).window for i in range(model.num_layers)]
+    order = sorted(set(windows), key=lambda window: (window is not None, window or 0))
+    counts = num_pages if isinstance(num_pages, tuple) else (num_pages,) * len(order)
+    return tuple(
         KVGroup(
-            layers=tuple(range(model.num_layers)),
-            num_pages=num_pages,
+            layers=tuple(i for i, own in enumerate(windows) if own == window),
+            num_pages=count,
             page_size=page_size,
             kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             dtype=dtype,
-        ),
+            window=window,
+        )
+        for window, count in zip(order, counts, strict=True)
     )
 
 
-def pages_that_fit(model: ModelConfig, page_size: int, dtype: str, pool_bytes: int) -> int:
-    """Pages that `pool_bytes` holds, rounded down to a multiple of 16 above 64.
+def pages_that_fit(
+    model: ModelConfig, page_size: int, dtype: str, pool_bytes: int, num_slots: int, length: int
+) -> tuple[int, ...]:
+    """Pages of each group that `pool_bytes` holds, rounded down to a multiple of 16 above 64.
+
+    As many of one group as of another, but for windows: those need no more than `num_slots`
+    windows, and two prompts of `length` tokens that are on their way.
 
     The page count is part of every program's shape: rounding keeps the compilation cache valid
     when the free memory differs a little from one start to the next.
     """
-    pages = pool_bytes // kv_groups(model, 1, page_size, dtype)[0].page_bytes
+    groups = kv_groups(model, 1, page_size, dtype)
+    whole = pages_for(length, page_size)
+    most = [
+        None if g.window is None else num_slots * (pages_for(g.window, page_size) + 2) + 2 * whole
+        for g in groups
+    ]
+    # Groups that need less than an equal share leave the rest to the others.
+    counts: dict[int, int] = {}
+    left, open_groups = pool_bytes, list(range(len(groups)))
+    while open_groups:
+        equal = left // sum(groups[i].page_bytes for i in open_groups)
+        small = [i for i in open_groups if (most[i] or equal + 1) <= equal]
+        if not small:
+            counts |= dict.fromkeys(open_groups, equal)
+            break
+        for i in small:
+            counts[i] = most[i] or 0
+            left -= counts[i] * groups[i].page_bytes
+            open_groups.remove(i)
+    return tuple(_rounded(counts[i]) for i in range(len(groups)))
+
+
+def _rounded(pages: int) -> int:
     return pages // 16 * 16 if pages > 64 else pages
 
 

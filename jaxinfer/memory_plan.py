@@ -39,9 +39,8 @@ class MemoryPlan:
     transfer_bytes: int = 0
     host_bytes: int = 0
 
-    def lines(self, group: KVGroup, max_model_len: int) -> list[str]:
+    def lines(self, groups: tuple[KVGroup, ...], max_model_len: int) -> list[str]:
         """The start-up report: what takes the memory and what the pool holds."""
-        at_full = group.capacity / max_model_len
         offload = [
             f"offloading: {size_text(self.host_bytes)} of host memory for pages, "
             f"{size_text(self.transfer_bytes)} for those on their way"
@@ -52,10 +51,20 @@ class MemoryPlan:
             f"weights {size_text(self.weights_bytes)}, KV pool {size_text(self.pool_bytes)}, "
             f"slot state {size_text(self.slot_bytes)}, "
             f"workspace {size_text(self.workspace_bytes)}",
-            f"KV pool: {group.num_pages - 1} pages of {group.page_size} tokens = "
-            f"{group.capacity} tokens, {at_full:.1f} sequences at the full {max_model_len} tokens",
+            *(_capacity(group, max_model_len, len(groups)) for group in groups),
             *(offload if self.host_bytes else []),
         ]
+
+
+def _capacity(group: KVGroup, max_model_len: int, num_groups: int) -> str:
+    """What one group of the pool holds."""
+    kept = max_model_len if group.window is None else min(group.window, max_model_len)
+    layers = "" if num_groups == 1 else f" for {len(group.layers)} layers"
+    what = f"the full {max_model_len}" if group.window is None else f"a window of {group.window}"
+    return (
+        f"KV pool{layers}: {group.num_pages - 1} pages of {group.page_size} tokens = "
+        f"{group.capacity} tokens, {group.capacity / kept:.1f} sequences at {what} tokens"
+    )
 
 
 def device_memory(device: jax.Device) -> tuple[int, int]:
@@ -115,17 +124,19 @@ def plan_memory(
             "lower the pool, max_num_seqs or max_num_batched_tokens"
         )
     on_all_devices = wanted * config.tensor_parallel_size
-    pages = pages_that_fit(model, config.page_size, kv_dtype, on_all_devices)
-    needed = pages_for(max_model_len, config.page_size) + 1
-    if pages < needed:
-        group = kv_groups(model, needed, config.page_size, kv_dtype)[0]
+    slots, page_size = config.max_num_seqs, config.page_size
+    pages = pages_that_fit(model, page_size, kv_dtype, on_all_devices, slots, max_model_len)
+    needed = pages_for(max_model_len, page_size) + 1
+    if min(pages) < needed:
+        least = kv_groups(model, needed, page_size, kv_dtype)
         raise MemoryPlanError(
             f"one sequence of max_model_len {max_model_len} needs "
-            f"{size_text(needed * group.page_bytes)} of KV pool, {size_text(max(wanted, 0))} is "
-            "there; lower max_model_len or give the pool more memory"
+            f"{size_text(sum(needed * group.page_bytes for group in least))} of KV pool, "
+            f"{size_text(max(wanted, 0))} is there; lower max_model_len or give the pool more "
+            "memory"
         )
     # More pages than all slots could ever fill would only cost memory.
-    pages = min(pages, (needed - 1) * config.max_num_seqs + 1)
+    pages = tuple(min(count, (needed - 1) * slots + 1) for count in pages)
     groups = kv_groups(model, pages, config.page_size, kv_dtype)
     pool = sum(g.num_pages * g.page_bytes for g in groups) // config.tensor_parallel_size
     plan = MemoryPlan(total, usable, weights_bytes, slot_bytes, workspace, pool, transfer, host)

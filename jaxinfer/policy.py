@@ -16,6 +16,7 @@ class SchedulerLimits:
     chunk_tokens: int
     page_size: int
     num_pages: tuple[int, ...]  # by KV group, the null page included
+    windows: tuple[int | None, ...] = ()  # by KV group, tokens its layers see; (): all see all
 
 
 @dataclass(frozen=True, slots=True)

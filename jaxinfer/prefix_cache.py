@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 
-from jaxinfer.page_allocator import PageAllocator
+from jaxinfer.page_allocator import NULL_PAGE, PageAllocator
 
 _KEY_BYTES = 16
 
@@ -49,6 +49,10 @@ class PrefixCache:
                 break
             pages.append(page)
         return pages
+
+    def find(self, key: bytes) -> int:
+        """The page of a key, or the null page."""
+        return self._pages.get(key, NULL_PAGE)
 
     def publish(self, key: bytes, page: int) -> None:
         """Let others find this used page. Another page of the same key stays the one found."""

@@ -36,7 +36,9 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, policy: SchedulerPolicy | None = None):
         self.limits, self.policy = limits, policy or SchedulerPolicy()
         policy = self.policy
-        self.pages = SequencePages(limits.num_pages, limits.page_size, policy.host_pages)
+        self.pages = SequencePages(
+            limits.num_pages, limits.page_size, policy.host_pages, limits.windows
+        )
         self.waiting = WaitingQueue(policy.ageing, dict(policy.tenant_weights))
         self.running: list[Sequence] = []  # most urgent first, then in order of admission
         self.by_id: dict[str, Sequence] = {}
@@ -228,6 +230,7 @@ class Scheduler:
         self.pages.grow(sequence)
         index = len(sequence.pages[0]) - 1
         plan.deltas += [(g, sequence.slot, index, p[index]) for g, p in enumerate(sequence.pages)]
+        self.pages.trim(sequence, sequence.num_computed_tokens)
         self.waiting.charge(sequence, self.limits.page_size)
         return True
 
@@ -287,6 +290,7 @@ class Scheduler:
         if sequence.host_pages:
             plan.page_ins += self.pages.restore(sequence)
             sequence.prefill_target = sequence.num_computed_tokens = len(sequence.tokens) - 1
+            self.pages.trim(sequence, sequence.num_computed_tokens)
         if sequence.first_scheduled is None:
             self._count_hits(sequence)
             sequence.first_scheduled = now
@@ -333,6 +337,7 @@ class Scheduler:
         # Found from now on: whoever finds these pages reads them in this step or in a later one,
         # and a step writes all its keys and values before it reads any.
         self._publish(sequence, sequence.num_computed_tokens)
+        self.pages.trim(sequence, start)
         return length
 
     # -- slots and pages ---------------------------------------------------------------------------

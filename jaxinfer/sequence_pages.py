@@ -1,28 +1,39 @@
 """Gives pages to sequences and takes them back, in every KV group. Host only.
 
 Pages come from the prefix cache where it has them, else from the allocator. They are released only
-once the last step that may write them was read. A preempted sequence's pages may go to host memory
+once the last step that may use them was read. A preempted sequence's pages may go to host memory
 meanwhile.
+
+Layers that see a window need the pages of the last tokens only: what lies before the window is
+given back while the sequence runs, and its place in the list is the null page's. What the prefix
+cache has of a beginning is of use to them if it has the window's end of it.
 """
 
 from __future__ import annotations
 
 import math
 
-from jaxinfer.page_allocator import PageAllocator
+from jaxinfer.page_allocator import NULL_PAGE, PageAllocator
 from jaxinfer.prefix_cache import PrefixCache, extend_keys
 from jaxinfer.sequence import Sequence
 
+NOWHERE = -1  # the place in host memory of a page that was given back before
 PageMove = tuple[int, int, int]  # KV group, page on the device, page in host memory
 
 
 class SequencePages:
-    """`num_pages` and `host_pages` are by KV group, null pages included in the former only."""
+    """All tuples are by KV group. `num_pages` includes the null page, `host_pages` has none;
+    `windows` are the tokens that a group's layers see, None or (): all."""
 
     def __init__(
-        self, num_pages: tuple[int, ...], page_size: int, host_pages: tuple[int, ...] = ()
+        self,
+        num_pages: tuple[int, ...],
+        page_size: int,
+        host_pages: tuple[int, ...] = (),
+        windows: tuple[int | None, ...] = (),
     ):
         self.page_size = page_size
+        self.windows = windows or (None,) * len(num_pages)
         self.caches = [PrefixCache(n) for n in num_pages]
         self.host_pages = host_pages
         self._free_host = [list(range(n - 1, -1, -1)) for n in host_pages]
@@ -49,14 +60,33 @@ class SequencePages:
     # -- admission ---------------------------------------------------------------------------------
 
     def lookup(self, sequence: Sequence) -> list[list[int]]:
-        """By group, the cached pages a sequence could begin with; one token at least is left."""
+        """By group, the cached pages a sequence could begin with; one token at least is left.
+
+        Lists are of equal length. Pages before a group's window are the null page.
+        """
         if sequence.root is None:
             return [[] for _ in self.caches]
         extend_keys(sequence.keys, sequence.root, sequence.tokens, self.page_size)
         keys = sequence.keys[: (len(sequence.tokens) - 1) // self.page_size]
-        found = [cache.match(keys) for cache in self.caches]
-        usable = min(map(len, found))
-        return [pages[:usable] for pages in found]
+        for cache, window in zip(self.caches, self.windows):
+            if window is None:
+                keys = keys[: len(cache.match(keys))]
+        known = [
+            cache.match(keys) if window is None else [cache.find(key) for key in keys]
+            for cache, window in zip(self.caches, self.windows)
+        ]
+        count = len(keys)
+        while count and not all(
+            all(pages[self._first_seen(window, count * self.page_size) : count])
+            for pages, window in zip(known, self.windows)
+        ):
+            count -= 1
+        firsts = [self._first_seen(window, count * self.page_size) for window in self.windows]
+        return [[NULL_PAGE] * first + pages[first:count] for pages, first in zip(known, firsts)]
+
+    def _first_seen(self, window: int | None, position: int) -> int:
+        """Index of the first page that a query at `position` sees."""
+        return 0 if window is None else max(0, position - window + 1) // self.page_size
 
     def lacking(self, needed: int, found: list[list[int]], reserved: float) -> int:
         """Pages short in the tightest group for `needed` a group, `found` among them.
@@ -65,7 +95,8 @@ class SequencePages:
         """
         short = []
         for allocator, pages in zip(self.allocators, found):
-            left = allocator.num_available - allocator.num_idle(pages) - (needed - len(pages))
+            idle = allocator.num_idle(present(pages))
+            left = allocator.num_available - idle - (needed - len(pages))
             short.append(math.ceil(reserved * (allocator.num_pages - 1)) - left)
         return max(short)
 
@@ -73,7 +104,7 @@ class SequencePages:
         """Let a sequence hold `needed` pages a group, of which `found` are cached ones."""
         sequence.pages = []
         for cache, pages in zip(self.caches, found):
-            cache.allocator.hold(pages)
+            cache.allocator.hold(present(pages))
             sequence.pages.append(pages + cache.allocator.allocate(needed - len(pages)))
         sequence.num_published = len(found[0])
 
@@ -91,23 +122,41 @@ class SequencePages:
         extend_keys(sequence.keys, sequence.root, sequence.tokens, self.page_size)
         for cache, pages in zip(self.caches, sequence.pages):
             for index in range(sequence.num_published, count):
-                cache.publish(sequence.keys[index], pages[index])
+                if pages[index] != NULL_PAGE:
+                    cache.publish(sequence.keys[index], pages[index])
         sequence.num_published = count
 
     def withdraw(self, sequence: Sequence) -> None:
         """Let nobody find the pages of a sequence that failed."""
         for cache, pages in zip(self.caches, sequence.pages):
-            cache.withdraw(pages)
+            cache.withdraw(present(pages))
+
+    def trim(self, sequence: Sequence, position: int) -> None:
+        """Give back the pages that no query at `position` or later sees. Steps on their way may
+        still read them."""
+        passed: list[list[int]] = []
+        for pages, window in zip(sequence.pages, self.windows):
+            end = self._first_seen(window, position)
+            first = end
+            while first and pages[first - 1] != NULL_PAGE:
+                first -= 1
+            passed.append(pages[first:end])
+            pages[first:end] = [NULL_PAGE] * (end - first)
+        if any(passed):
+            self._release_after(sequence.last_step, passed)
 
     # -- pages come back ---------------------------------------------------------------------------
 
     def release(self, sequence: Sequence) -> None:
         """Take a sequence's pages back, now or once the last step that may write them was read."""
-        if sequence.last_step <= self.retired:
-            self._give_back(sequence.pages)
-        else:
-            self._releases.append((sequence.last_step, sequence.pages))
+        self._release_after(sequence.last_step, sequence.pages)
         sequence.pages = []
+
+    def _release_after(self, step: int, pages: list[list[int]]) -> None:
+        if step <= self.retired:
+            self._give_back(pages)
+        else:
+            self._releases.append((step, pages))
 
     def retire(self, step: int) -> None:
         """Step number `step` was read."""
@@ -119,12 +168,12 @@ class SequencePages:
 
     def _give_back(self, pages: list[list[int]]) -> None:
         for cache, group in zip(self.caches, pages):
-            cache.allocator.release(group)
+            cache.allocator.release(present(group))
 
     def releasable(self, sequence: Sequence) -> int:
         """Pages that would be available without this sequence, in the group with the fewest."""
         return min(
-            sum(allocator.holders(page) == 1 for page in pages)
+            sum(allocator.holders(page) == 1 for page in present(pages))
             for allocator, pages in zip(self.allocators, sequence.pages)
         )
 
@@ -137,9 +186,9 @@ class SequencePages:
             return []
         moves = []
         for group, (pages, free) in enumerate(zip(sequence.pages, self._free_host)):
-            hosts = [free.pop() for _ in range(count)]
+            hosts = [NOWHERE if page == NULL_PAGE else free.pop() for page in pages[:count]]
             sequence.host_pages.append(hosts)
-            moves += [(group, page, host) for page, host in zip(pages, hosts)]
+            moves += [(group, page, host) for page, host in _stored(pages, hosts)]
         return moves
 
     def restore(self, sequence: Sequence) -> list[PageMove]:
@@ -147,7 +196,7 @@ class SequencePages:
         moves = [
             (group, page, host)
             for group, (pages, hosts) in enumerate(zip(sequence.pages, sequence.host_pages))
-            for page, host in zip(pages, hosts)
+            for page, host in _stored(pages, hosts)
         ]
         # They are read by the step being planned, and may be written again from the next one on.
         self._vacated += enumerate(sequence.host_pages)
@@ -157,13 +206,13 @@ class SequencePages:
     def step_planned(self) -> None:
         """The step that reads restored pages goes out before any later one writes them."""
         for group, hosts in self._vacated:
-            self._free_host[group] += hosts
+            self._free_host[group] += [host for host in hosts if host != NOWHERE]
         self._vacated = []
 
     def forget_host(self, sequence: Sequence) -> None:
         """A sequence ended while its pages were in host memory."""
         for free, hosts in zip(self._free_host, sequence.host_pages):
-            free += hosts
+            free += [host for host in hosts if host != NOWHERE]
         sequence.host_pages = []
 
     def check_invariants(self, running: list[Sequence], waiting: list[Sequence]) -> None:
@@ -172,14 +221,26 @@ class SequencePages:
             cache.check_invariants()
             holders = [0] * cache.allocator.num_pages
             groups = [s.pages[group] for s in running] + [r[1][group] for r in self._releases]
-            for page in (page for pages in groups for page in pages):
+            for page in (page for pages in groups for page in present(pages)):
                 holders[page] += 1
             held = [cache.allocator.holders(page) for page in range(len(holders))]
             assert holders == held, "pages leaked or shared by mistake"
             for sequence in running:  # a page that is being written is nobody else's
                 own = sequence.pages[group][sequence.num_computed_tokens // self.page_size :]
+                assert NULL_PAGE not in own, "a page that will be written is missing"
                 assert all(holders[page] == 1 for page in own), "a shared page may be written"
         for group, free in enumerate(self._free_host):
             used = [h for s in waiting if s.host_pages for h in s.host_pages[group]]
             used += [h for g, hosts in self._vacated if g == group for h in hosts]
+            used = [host for host in used if host != NOWHERE]
             assert sorted(free + used) == list(range(self.host_pages[group])), "host pages"
+
+
+def present(pages: list[int]) -> list[int]:
+    """Without the places of pages that were given back."""
+    return [page for page in pages if page != NULL_PAGE]
+
+
+def _stored(pages: list[int], hosts: list[int]) -> list[tuple[int, int]]:
+    """Pages and where in host memory they are, without those that were given back."""
+    return [(page, host) for page, host in zip(pages, hosts) if host != NOWHERE]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -16,7 +17,7 @@ from jaxinfer.config import Determinism, EngineConfig, ModelConfig
 from jaxinfer.determinism import ATTENTION_BLOCK, Build, choose
 from jaxinfer.engine import Engine
 from jaxinfer.host_memory import keep_freed_memory
-from jaxinfer.kv_pool import KVGroup, empty_pools, host_pages_for, pages_for
+from jaxinfer.kv_pool import KVGroup, empty_pools, host_pages_for, kv_groups, pages_for
 from jaxinfer.memory_plan import MemoryPlan, plan_memory
 from jaxinfer.models import family_of
 from jaxinfer.page_transfer import PageTransfer
@@ -82,26 +83,28 @@ def build_engine(
     if mesh is not None:
         use_compilation_cache()  # a single device has a ProgramStore, which JAX's cache would spoil
     max_model_len = _max_model_len(model.config, config)
-    slots = empty_slots(config.max_num_seqs, (pages_for(max_model_len, config.page_size),))
-    options = empty_options(config.max_num_seqs)
-    history = empty_history(config.max_num_seqs, model.config.vocab_size)
+    served = dataclasses.replace(model.config, rope=model.config.rope.served(max_model_len))
+    num_groups = len(kv_groups(served, 1, config.page_size, config.dtype))
+    widths = (pages_for(max_model_len, config.page_size),) * num_groups
+    slots, options = empty_slots(config.max_num_seqs, widths), empty_options(config.max_num_seqs)
+    history = empty_history(config.max_num_seqs, served.vocab_size)
     params, device = model.params, jax.devices()[0]
     if mesh is not None:
-        placement = param_shardings(family_of(model.config.family).param_specs(model.config), mesh)
+        placement = param_shardings(family_of(served.family).param_specs(served), mesh)
         params = jax.device_put(params, placement)  # moves nothing that was loaded in place
         slots, options, history = jax.device_put((slots, options, history), replicated(mesh))
     weights, kept = _bytes_on_one(params), _bytes_on_one((slots, options, history))
-    memory, groups = plan_memory(model.config, config, max_model_len, weights, kept, device)
-    for line in memory.lines(groups[0], max_model_len):
+    memory, groups = plan_memory(served, config, max_model_len, weights, kept, device)
+    for line in memory.lines(groups, max_model_len):
         logger.info(line)
     pool_place = None if mesh is None else pool_sharding(groups[0].layer_shape, mesh)
     state = (params, empty_pools(groups, pool_place), slots, options, history)
-    runner, determinism = _runner(model.config, config, groups, state, memory, mesh, progress)
+    runner, determinism = _runner(served, config, groups, state, memory, mesh, progress)
     compiles = CompileWatch(guard_compiles)
     engine = Engine(
         _scheduler(config, groups, runner, determinism),
         runner,
-        _limits(model.config, config, groups, max_model_len),
+        _limits(served, config, groups, max_model_len),
         overlap=config.overlap,
         memory=memory,
         compiles=compiles,
@@ -213,6 +216,7 @@ def _scheduler(
         chunk_tokens=max(shape.chunk for shape in runner.programs.forward),
         page_size=config.page_size,
         num_pages=tuple(group.num_pages for group in groups),
+        windows=tuple(group.window for group in groups),
     )
     target = config.tpot_target_ms
     policy = SchedulerPolicy(

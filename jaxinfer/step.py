@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.kv_pool import KVGroup, Pools
 from jaxinfer.models import family_of
 from jaxinfer.models.base import LayerContext
@@ -104,7 +104,8 @@ def forward(
     pools = list(pools)
     for i, layer_params in enumerate(params["layers"]):
         place = places[model.group_of(i)]
-        x, pools[i] = _layer(layer_params, x, context, pools[i], place, model=model)
+        kind = model.config.kind(i)
+        x, pools[i] = _layer(layer_params, x, context, pools[i], place, model=model, kind=kind)
     slots, sampled, last = _finish_rows(slots, rows, live, inputs, shape)
     # By vocabulary first: asked for whole logits, the compiler would gather the head's weight.
     logits = constrain(family.unembed(params, model.config, x[last]), model.mesh, None, "vocab")
@@ -112,7 +113,7 @@ def forward(
     return pools, *constrain((slots, sampled, logits), model.mesh)
 
 
-@functools.partial(jax.jit, static_argnames=("model",))
+@functools.partial(jax.jit, static_argnames=("model", "kind"))
 def _layer(
     params: Tree,
     x: Float[Array, "T D"],
@@ -121,8 +122,9 @@ def _layer(
     place: Placement,
     *,
     model: StepModel,
+    kind: LayerKind,
 ) -> tuple[Float[Array, "T D"], tuple[Array, " Array"]]:
-    """One layer. An inner jit, so that it is traced once and not once a layer."""
+    """One layer. An inner jit, so that it is traced once a kind of layer and not once a layer."""
     config = model.config
     stored = pool
 
@@ -132,8 +134,10 @@ def _layer(
         nonlocal stored
         stored = write_kv(*pool, place.pages, place.offsets, k, v)
         rows = place.kv_lens.shape[0]
-        how = {
-            "scale": config.head_dim**-0.5,
+        how: dict[str, Any] = {
+            "scale": config.scale,
+            "window": kind.window,
+            "soft_cap": config.attention_soft_cap,
             "implementation": model.attention,
             "block": model.attention_block,
         }
@@ -145,7 +149,7 @@ def _layer(
             parts.append(paged_prefill(q[rows:], *stored, place.table, place.tiles, **how))
         return jnp.concatenate(parts)
 
-    return family_of(config.family).layer(params, config, x, context, attend), stored
+    return family_of(config.family).layer(params, config, kind, x, context, attend), stored
 
 
 def _map_pages(slots: Slots, deltas: Int[Array, "G D 3"]) -> Slots:

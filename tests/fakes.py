@@ -7,7 +7,6 @@ So a page that was freed too early, mapped wrongly or written twice gives a wron
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 
 from jaxinfer import sampler_outcomes as outcomes
@@ -37,13 +36,14 @@ def next_token(context: list[int]) -> int:
     return (sum((i + 1) * token for i, token in enumerate(context)) + len(context)) % POISON
 
 
-def expected(request: Request) -> tuple[list[int], FinishReason]:
-    """All the fake model answers to a request that nobody cuts short."""
+def expected(request: Request, sees: int | None = None) -> tuple[list[int], FinishReason]:
+    """All the fake model answers to a request that nobody cuts short; `sees` are the last tokens
+    it sees."""
     if POISON in request.prompt:
         return [], FinishReason.ERROR
     tokens = list(request.prompt)
     for _ in range(request.max_new_tokens):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens[-sees:] if sees else tokens))
         if tokens[-1] in request.stop_ids:
             own = tokens[-1] in request.params.stop_token_ids
             return tokens[len(request.prompt) :], (
@@ -150,17 +150,20 @@ class FakeRunner:
 
     def _context(self, slot: int) -> list[int]:
         """The tokens before the slot's position, as attention finds them."""
-        readings = []
-        for table, pool in zip(self.tables, self.pools):
-            entries = itertools.chain.from_iterable(pool[page] for page in table[slot])
-            readings.append(list(itertools.islice(entries, self.position[slot])))
-            assert [entry[0] for entry in readings[-1]] == [*range(self.position[slot])]
-        assert all(reading == readings[0] for reading in readings), "groups differ"
+        readings, end = [], self.position[slot]
+        windows = self.limits.windows or (None,) * len(self.pools)
+        for table, pool, window in zip(self.tables, self.pools, windows):
+            entries = [entry for page in table[slot] for entry in pool[page]][:end]
+            first = 0 if window is None else max(0, end - window)
+            readings.append(entries[first:])
+            assert [entry[0] for entry in entries[first:]] == [*range(first, end)]
+        longest = max(readings, key=len)
+        assert all(longest[len(longest) - len(r) :] == r for r in readings), "groups differ"
         if self.separate_phases:
             prompt_len = len(self.request[slot].prompt)
-            for position, _, decoded in readings[0]:
+            for position, _, decoded in longest:
                 assert decoded == (position >= prompt_len), "computed by the other program"
-        return [token for _, token, _ in readings[0]]
+        return [token for _, token, _ in longest]
 
     def _sample(self, slot: int, live: bool) -> tuple[int, int]:
         if not live:
@@ -304,7 +307,9 @@ class Harness:
         return 2 + request.max_new_tokens + len(request.prompt)
 
     def _compare(self, request_id: str, request: Request) -> None:
-        tokens, finish = expected(request)
+        windows = self.scheduler.limits.windows
+        sees = max(windows) if windows and None not in windows else None
+        tokens, finish = expected(request, sees)
         end, output = self.ends[request_id], self.outputs[request_id]
         if end is FinishReason.LATE:
             assert output == [] and request.deadline is not None
@@ -316,6 +321,10 @@ class Harness:
 
 
 def scheduler_limits(
-    num_slots: int = 4, chunk: int = 16, page_size: int = 4, pages: tuple[int, ...] = (17,)
+    num_slots: int = 4,
+    chunk: int = 16,
+    page_size: int = 4,
+    pages: tuple[int, ...] = (17,),
+    windows: tuple[int | None, ...] = (),
 ) -> SchedulerLimits:
-    return SchedulerLimits(num_slots, chunk, page_size, pages)
+    return SchedulerLimits(num_slots, chunk, page_size, pages, windows)

@@ -28,7 +28,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_slots=st.integers(1, 5),
         chunk=st.integers(1, 20),
         spare=st.integers(0, 6),
-        groups=st.integers(1, 2),
+        windows=st.sampled_from([(None,), (None, None), (None, 5), (6,), (9, 4), (None, 3, 10)]),
         policy=st.builds(
             SchedulerPolicy,
             prefix_cache=st.booleans(),
@@ -41,9 +41,10 @@ class EngineMachine(RuleBasedStateMachine):
         ),
         host_pages=st.sampled_from([0, 3, 12]),
     )
-    def start(self, overlap, num_slots, chunk, spare, groups, policy, host_pages):
+    def start(self, overlap, num_slots, chunk, spare, windows, policy, host_pages):
+        groups = len(windows)
         pages = tuple(FEWEST_PAGES + spare + group for group in range(groups))
-        limits = scheduler_limits(num_slots, chunk, PAGE_SIZE, pages)
+        limits = scheduler_limits(num_slots, chunk, PAGE_SIZE, pages, windows)
         policy = dataclasses.replace(policy, host_pages=(host_pages,) * groups)
         self.harness = Harness(limits, MAX_MODEL_LEN, overlap, policy)
 

@@ -118,7 +118,7 @@ def test_small_and_negative_sizes_are_said_in_their_own_units():
 )
 def test_page_counts_are_round_and_fit(pool, page_size, jitter):
     (group,) = kv_groups(MODEL, 1, page_size, "float32")
-    pages = pages_that_fit(MODEL, page_size, "float32", pool)
+    pages = pages_that_fit(MODEL, page_size, "float32", pool, 4, 4096)[0]
     assert pages * group.page_bytes <= pool
     assert pages <= 64 or pages % 16 == 0
     assert pool - pages * group.page_bytes < 17 * group.page_bytes
@@ -191,7 +191,7 @@ def test_the_workspace_grows_with_what_needs_it():
 
 def test_the_report_names_every_part():
     memory, (group,) = plan()
-    text = "\n".join(memory.lines(group, 4096))
+    text = "\n".join(memory.lines((group,), 4096))
     for part in (
         "80.00 GiB on the device",
         "72.00 GiB usable",

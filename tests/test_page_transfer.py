@@ -278,5 +278,5 @@ def test_host_memory_holds_whole_pages_of_every_group():
         engine.memory.host_bytes == sum(array.nbytes for array in store) < CONFIG.kv_offload_bytes
     )
     assert host_pages_for(GROUPS, sum(g.page_bytes for g in GROUPS) * 3 + 1) == (3, 3)
-    assert "offloading: " in "\n".join(engine.memory.lines(engine.runner.transfer.groups[0], 128))
+    assert "offloading: " in "\n".join(engine.memory.lines(engine.runner.transfer.groups, 128))
     assert jnp.float32 == store[0].dtype

@@ -121,7 +121,7 @@ def forward(params, tokens):
     x = llama.embed(params, TINY, tokens)
     context = llama.layer_context(TINY, jnp.arange(tokens.shape[0]))
     for layer in params["layers"]:
-        x = llama.layer(layer, TINY, x, context, attend)
+        x = llama.layer(layer, TINY, TINY.kind(0), x, context, attend)
     return llama.unembed(params, TINY, x)
 
 specs = llama.param_specs(TINY)

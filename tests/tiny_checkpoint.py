@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -198,15 +199,25 @@ def dense_logits(config: ModelConfig, params: Any, tokens: np.ndarray) -> np.nda
     Attention is written out here, so nothing of the paged step takes part.
     """
     family = family_of(config.family)
-    causal = np.tril(np.ones((len(tokens), len(tokens)), bool))
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        scores = jnp.einsum("tkgd,skd->kgts", q, k) * config.head_dim**-0.5
-        weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
-        return jnp.einsum("kgts,skd->tkgd", weights, v)
-
     context = family.layer_context(config, jnp.arange(len(tokens), dtype=jnp.int32))
     x = family.embed(params, config, jnp.asarray(tokens))
-    for layer in params["layers"]:
-        x = family.layer(layer, config, x, context, attend)
+    for i, layer in enumerate(params["layers"]):
+        kind = config.kind(i)
+        attend = functools.partial(dense_attention, config, kind.window)
+        x = family.layer(layer, config, kind, x, context, attend)
     return np.asarray(family.unembed(params, config, x))
+
+
+def dense_attention(
+    config: ModelConfig, window: int | None, q: jax.Array, k: jax.Array, v: jax.Array
+) -> jax.Array:
+    """Causal attention of all tokens to all, with a model's scale, cap and window."""
+    position = np.arange(len(q))
+    seen = position[None, :] <= position[:, None]
+    if window is not None:
+        seen &= position[None, :] > position[:, None] - window
+    scores = jnp.einsum("tkgd,skd->kgts", q, k).astype(jnp.float32) * config.scale
+    if config.attention_soft_cap is not None:
+        scores = jnp.tanh(scores / config.attention_soft_cap) * config.attention_soft_cap
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
+    return jnp.einsum("kgts,skd->tkgd", weights, v)

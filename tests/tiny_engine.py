@@ -191,7 +191,7 @@ def dense_logits(params, tokens, *, config: ModelConfig):
         return jnp.einsum("kgts,skd->tkgd", weights, v)
 
     for layer_params in params["layers"]:
-        x = family.layer(layer_params, config, x, context, attend)
+        x = family.layer(layer_params, config, config.kind(0), x, context, attend)
     return family.unembed(params, config, x)
 
 

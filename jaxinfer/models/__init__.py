@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import cast
 
-from jaxinfer.models import llama
+from jaxinfer.models import (
+    gemma2,
+    gemma3_text,
+    glm4,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
 from jaxinfer.models.base import Family
 
-FAMILIES: dict[str, Family] = {"llama": cast(Family, llama)}
+_MODULES: tuple[ModuleType, ...] = (
+    gemma2,
+    gemma3_text,
+    glm4,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
+# By the `model_type` of their config.json, which is the file's name.
+FAMILIES: dict[str, Family] = {
+    module.__name__.rpartition(".")[2]: cast(Family, module) for module in _MODULES
+}
 
 
 def family_of(name: str) -> Family:

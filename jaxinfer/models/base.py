@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.params import Tree
 
 LayerContext = Any  # a family's own pytree, made once a step
@@ -28,6 +29,55 @@ class HfSource:
     combine: Callable[..., Any] | None = None
 
 
+def require(family: str, hf: dict[str, Any], **allowed: tuple[Any, ...]) -> None:
+    """Raise ValueError if config.json asks for what a family's file does not compute.
+
+    `allowed` are the values of a key that are; the first is what its absence means.
+    """
+    for key, values in allowed.items():
+        if hf.get(key, values[0]) not in values:
+            known = " or ".join(repr(value) for value in values if value is not None)
+            raise ValueError(f"{family}: {key} = {hf[key]!r} is not supported (only {known})")
+
+
+def dense_config(family: str, hf: dict[str, Any], rope: Any, **features: Any) -> ModelConfig:
+    """The sizes that all config.json files name alike, and a family's `features`."""
+    heads = hf["num_attention_heads"]
+    sizes = {
+        "vocab_size": hf["vocab_size"],
+        "hidden_size": hf["hidden_size"],
+        "intermediate_size": hf["intermediate_size"],
+        "num_layers": hf["num_hidden_layers"],
+        "num_heads": heads,
+        "num_kv_heads": hf.get("num_key_value_heads") or heads,
+        "head_dim": hf.get("head_dim") or hf["hidden_size"] // heads,
+        "max_position": hf["max_position_embeddings"],
+        "rms_norm_eps": hf["rms_norm_eps"],
+        "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
+    }
+    return ModelConfig(family=family, rope=rope, **{**sizes, **features})
+
+
+def with_rotary_part(config: ModelConfig, hf: dict[str, Any], default: float = 1.0) -> ModelConfig:
+    """The config of a model of whose heads only a leading part rotates."""
+    rope = hf.get("rope_parameters") or {}
+    part = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", default))
+    size = int(config.head_dim * part)
+    return config if size == config.head_dim else dataclasses.replace(config, rotary_dim=size)
+
+
+def layer_types(hf: dict[str, Any], default: Callable[[int], bool]) -> list[bool]:
+    """Of each layer, whether it sees a window: from `layer_types`, or by `default` without it."""
+    count = hf["num_hidden_layers"]
+    types = hf.get("layer_types")
+    if types is None:
+        return [default(i) for i in range(count)]
+    known = {"full_attention": False, "sliding_attention": True}
+    if len(types) != count or any(t not in known for t in types):
+        raise ValueError(f"layer_types = {types}: expected {count} of {', '.join(known)}")
+    return [known[t] for t in types]
+
+
 class Family(Protocol):
     """A module under jaxinfer/models/ that implements one family."""
 
@@ -42,6 +92,7 @@ class Family(Protocol):
         self,
         params: Tree,
         c: ModelConfig,
+        kind: LayerKind,
         x: Float[Array, "T D"],
         context: LayerContext,
         attend: Attend,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,11 +29,22 @@ def linear(
     return product.reshape(x.shape[0], *weight.shape[:-1])
 
 
-def rms_norm(x: Float[Array, "T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "T D"]:
-    """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467), statistics in float32."""
+def add_bias(x: Float[Array, "T ..."], bias: Array | None) -> Float[Array, "T ..."]:
+    """x + bias, if there is one."""
+    return x if bias is None else x + bias[None]
+
+
+def rms_norm(
+    x: Float[Array, "T D"], weight: Float[Array, " D"], eps: float, offset: float = 0.0
+) -> Float[Array, "T D"]:
+    """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467), statistics in float32.
+
+    The normed values are multiplied by weight + offset.
+    """
     x32 = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * scale * weight.astype(jnp.float32)[None, :]).astype(x.dtype)
+    factor = weight.astype(jnp.float32) + offset if offset else weight.astype(jnp.float32)
+    return (x32 * scale * factor[None, :]).astype(x.dtype)
 
 
 MLP_BLOCK = 64
@@ -49,17 +62,25 @@ def mlp_block(intermediate_size: int) -> int:
 
 
 def fuse_gate_up(gate: Any, up: Any) -> Any:
-    """Weights [F, D] of gate and up as one [F / block, 2, block, D]."""
-    shape = (-1, 1, mlp_block(gate.shape[0]), gate.shape[1])
+    """Weights [F, D] of gate and up as one [F / block, 2, block, D], or biases [F]."""
+    shape = (-1, 1, mlp_block(gate.shape[0]), *gate.shape[1:])
     return gate.__array_namespace__().concat([gate.reshape(shape), up.reshape(shape)], axis=1)
 
 
-def swiglu(gate_up: Float[Array, "T blocks 2 block"]) -> Float[Array, "T F"]:
-    """silu(gate) * up (Shazeer 2020, arXiv:2002.05202).
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+def activate(gate_up: Float[Array, "T blocks 2 block"], activation: str) -> Float[Array, "T F"]:
+    """activation(gate) * up (Shazeer 2020, arXiv:2002.05202).
 
     The barrier keeps the reshape out of the loop, which XLA would not vectorise on CPUs.
     """
-    hidden = lax.optimization_barrier(jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1])
+    gate, up = gate_up[:, :, 0], gate_up[:, :, 1]
+    hidden = lax.optimization_barrier(ACTIVATIONS[activation](gate) * up)
     return hidden.reshape(gate_up.shape[0], -1)
 
 

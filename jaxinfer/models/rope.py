@@ -27,11 +27,12 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
         return _llama3(inv, rope).astype(np.float32), 1.0
     if rope.scaling == "yarn":
         return _yarn(inv, rope, head_dim)
-    if rope.scaling == "divisors":
-        return (inv / np.asarray(rope.divisors, np.float64)).astype(np.float32), 1.0
-    raise ValueError(
-        f"rope scaling {rope.scaling!r} is not one of none, linear, llama3, yarn, divisors"
-    )
+    if rope.scaling in ("divisors", "longrope"):
+        divisors = rope.divisors if rope.scaling == "divisors" else rope.long_divisors
+        scaled = inv / np.asarray(divisors, np.float64)
+        return scaled.astype(np.float32), rope.attention_factor or 1.0
+    known = "none, linear, llama3, yarn, longrope, divisors"
+    raise ValueError(f"rope scaling {rope.scaling!r} is not one of {known}")
 
 
 def _llama3(inv: np.ndarray, rope: RopeConfig) -> np.ndarray:
@@ -86,13 +87,23 @@ def rope_tables(
 
 
 def apply_rope(
-    x: Float[Array, "T N hd"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
+    x: Float[Array, "T N hd"],
+    cos: Float[Array, "T half"],
+    sin: Float[Array, "T half"],
+    pairs: str = "halves",
 ) -> Float[Array, "T N hd"]:
-    """Rotate each head's (first half, second half) pairs; computed in float32.
+    """Rotate pairs of each head's leading 2 * half values; computed in float32.
 
-    Swapping the halves instead of slicing and joining them keeps it one fused operation.
+    "halves" pairs the first half with the second, "neighbours" values side by side. Swapping the
+    two instead of slicing and joining them keeps it one fused operation.
     """
-    halves = x.reshape(*x.shape[:-1], 2, -1).astype(jnp.float32)
-    signed = jnp.stack([-sin, sin], axis=1)[:, None]
-    rotated = halves * cos[:, None, None, :] + halves[:, :, ::-1] * signed
+    rotary = 2 * cos.shape[-1]
+    if rotary < x.shape[-1]:
+        turned = apply_rope(x[..., :rotary], cos, sin, pairs)
+        return jnp.concatenate([turned, x[..., rotary:]], axis=-1)
+    axis = -2 if pairs == "halves" else -1
+    shape = (2, -1) if pairs == "halves" else (-1, 2)
+    both = x.reshape(*x.shape[:-1], *shape).astype(jnp.float32)
+    signed = jnp.stack([-sin, sin], axis=axis)[:, None]
+    rotated = both * jnp.expand_dims(cos, axis)[:, None] + jnp.flip(both, axis) * signed
     return rotated.reshape(x.shape).astype(x.dtype)

@@ -28,15 +28,20 @@ def paged_attention(
     *,
     scale: float,
     implementation: Implementation,
+    window: int | None = None,
+    soft_cap: float | None = None,
     block: int | None = None,
 ) -> Float[Array, "S KV G hd"]:
     """Decode attention: one query token a row over its first `kv_lens` cached tokens.
 
-    Softmax in float32. Rows with `kv_lens` 0 return zeros. `block` is how many keys are taken at
-    once; None: what is fastest for as many rows. A row's result depends on it in the last bits.
+    Softmax in float32. Rows with `kv_lens` 0 return zeros. With a `window`, a query sees so many
+    tokens, itself included; `soft_cap` c makes scores c * tanh(score / c). `block` is how many keys
+    are taken at once; None: what is fastest for as many rows. A row's result depends on it in the
+    last bits.
     """
+    dynamic, seen = implementation == "reference", reference.Seen(window, soft_cap)
     return reference.paged_attention(
-        q, k_pool, v_pool, page_table, kv_lens, scale, implementation == "reference", block
+        q, k_pool, v_pool, page_table, kv_lens, scale, seen, dynamic, block
     )
 
 
@@ -49,6 +54,8 @@ def paged_prefill(
     *,
     scale: float,
     implementation: Implementation,
+    window: int | None = None,
+    soft_cap: float | None = None,
     block: int | None = None,
 ) -> Float[Array, "C KV G hd"]:
     """Prefill attention of a ragged chunk, causal, over each piece's cached tokens and itself.
@@ -56,10 +63,11 @@ def paged_prefill(
     A tile is (first row in q, rows, row of the page table, position of the first row): at most
     `TILE_ROWS` consecutive tokens of one sequence. Tiles are ordered by first row and cover every
     row that matters; tiles with 0 rows are padding. The pool holds the chunk's own k and v already.
-    `block` as for `paged_attention`.
+    `window`, `soft_cap` and `block` as for `paged_attention`.
     """
+    dynamic, seen = implementation == "reference", reference.Seen(window, soft_cap)
     return reference.paged_prefill(
-        q, k_pool, v_pool, page_table, tiles, scale, implementation == "reference", block
+        q, k_pool, v_pool, page_table, tiles, scale, seen, dynamic, block
     )
 
 

@@ -5,6 +5,7 @@ arXiv:1805.02867). The table is never gathered whole: its width and the pool's s
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,6 +20,22 @@ JOINED_BLOCK = 128  # keys that they attend to in a turn
 MASKED = -1e30  # finite: exp(MASKED - MASKED) must not be NaN
 
 
+class Seen(NamedTuple):
+    """Which keys a query sees, and how their scores are capped: see the package."""
+
+    window: int | None = None
+    soft_cap: float | None = None
+
+    def first(self, position: Int[Array, "*axes"]) -> Int[Array, "*axes"]:
+        """The first key that a query at `position` sees."""
+        if self.window is None:
+            return jnp.zeros_like(position)
+        return jnp.maximum(position - self.window + 1, 0)
+
+    def capped(self, scores: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
+        return scores if self.soft_cap is None else jnp.tanh(scores / self.soft_cap) * self.soft_cap
+
+
 def paged_attention(
     q: Float[Array, "S KV G hd"],
     k_pool: Float[Array, "P KV ps hd"],
@@ -26,6 +43,7 @@ def paged_attention(
     page_table: Int[Array, "S W"],
     kv_lens: Int[Array, " S"],
     scale: float,
+    seen: Seen,
     dynamic: bool,
     block: int | None,
 ) -> Float[Array, "S KV G hd"]:
@@ -33,15 +51,21 @@ def paged_attention(
     table, span = _whole_blocks(page_table, k_pool.shape[2], block or _block_for(q.shape[0]))
     trips = _trips(jnp.max(kv_lens), table, span, k_pool.shape[2], dynamic)
     scaled = (q * scale).astype(k_pool.dtype)
+    first = seen.first(kv_lens - 1)
+    start: Int[Array, ""] | int = 0
+    if dynamic and seen.window is not None:
+        start = jnp.min(jnp.where(kv_lens > 0, first, jnp.max(first))) // (span * k_pool.shape[2])
 
     def turn(i: Int[Array, ""], state: tuple) -> tuple:
         pages = lax.dynamic_slice_in_dim(table, i * span, span, axis=1)
-        valid = _positions(i, span, k_pool.shape[2])[None, :] < kv_lens[:, None]
-        return _accumulate(
-            state, scaled, _gather(k_pool, pages), _gather(v_pool, pages), valid[:, None, None, :]
-        )
+        keys = _positions(i, span, k_pool.shape[2])[None, :]
+        valid = keys < kv_lens[:, None]
+        if seen.window is not None:
+            valid &= keys >= first[:, None]
+        k, v = _gather(k_pool, pages), _gather(v_pool, pages)
+        return _accumulate(state, scaled, k, v, valid[:, None, None, :], seen)
 
-    out = _finish(lax.fori_loop(0, trips, turn, _start(q.shape)), q.dtype)
+    out = _finish(lax.fori_loop(start, trips, turn, _start(q.shape)), q.dtype)
     return jnp.where((kv_lens > 0)[:, None, None, None], out, 0)
 
 
@@ -52,6 +76,7 @@ def paged_prefill(
     page_table: Int[Array, "N W"],
     tiles: Int[Array, "T 4"],
     scale: float,
+    seen: Seen,
     dynamic: bool,
     block: int | None,
 ) -> Float[Array, "C KV G hd"]:
@@ -84,16 +109,20 @@ def paged_prefill(
             keys = _positions(j, span, page_size)
             # Rows past the tile's count would see pages that are not theirs: mask by length.
             valid = (keys[None, :] <= last[:, None]) & (keys < position + count)[None, :]
+            if seen.window is not None:
+                valid &= keys[None, :] >= seen.first(last)[:, None]
             k, v = _gather(k_pool, pages), _gather(v_pool, pages)
-            return _accumulate(state, by_head, k, v, valid[None, None] if masked else None)
+            return _accumulate(state, by_head, k, v, valid[None, None] if masked else None, seen)
 
         state = _start(by_head.shape)
         trips = _trips(position + count, table, span, page_size, dynamic)
-        seen: Int[Array, ""] | int = 0  # blocks that all rows see whole
-        if dynamic:
-            seen = (position + 1) // (span * page_size)
-            state = lax.fori_loop(0, seen, functools.partial(turn, False), state)
-        state = lax.fori_loop(seen, trips, functools.partial(turn, True), state)
+        start: Int[Array, ""] | int = 0  # of the blocks that some rows see in part
+        if dynamic and seen.window is None:  # those before it, all rows see whole
+            start = (position + 1) // (span * page_size)
+            state = lax.fori_loop(0, start, functools.partial(turn, False), state)
+        elif dynamic:
+            start = seen.first(position) // (span * page_size)
+        state = lax.fori_loop(start, trips, functools.partial(turn, True), state)
         attended = _finish(state, q.dtype).reshape(kv_heads, height, group, head_dim)
         attended = attended.transpose(1, 0, 2, 3)
         return i + taken, lax.dynamic_update_slice_in_dim(out, attended, first, axis=0)
@@ -107,7 +136,9 @@ def paged_prefill(
     return out[:rows]
 
 
-def _join_next(tiles: Int[Array, "T 4"], i: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
+def _join_next(
+    tiles: Int[Array, "T 4"], i: Int[Array, ""]
+) -> tuple[Int[Array, ""], Int[Array, ""]]:
     """Rows of tile i and, if the next one continues its piece, of that one; and how many tiles."""
     _, count, slot, position = tiles[i]
     _, more, next_slot, next_position = tiles[i + 1]
@@ -169,6 +200,7 @@ def _accumulate(
     k: Float[Array, "S KV T hd"],
     v: Float[Array, "S KV T hd"],
     valid: Bool[Array, "#S 1 #M T"] | None,
+    seen: Seen,
 ) -> tuple:
     """One block of the online softmax. `valid` None: every row sees every key.
 
@@ -178,6 +210,7 @@ def _accumulate(
     scores = lax.dot_general(
         q, k, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
     )
+    scores = seen.capped(scores)
     if valid is not None:
         scores = lax.optimization_barrier(jnp.where(valid, scores, MASKED))
     new_top = jnp.maximum(top, scores.max(-1))

@@ -1,0 +1,35 @@
+"""Qwen 2 and 2.5: Llama with biased queries, keys and values (arXiv:2407.10671)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxinfer.config import LayerKind, ModelConfig
+from jaxinfer.models.base import dense_config, layer_types, require
+from jaxinfer.models.decoder import embed, hf_sources, layer, layer_context, param_specs, unembed
+
+__all__ = [
+    "config_from_hf",
+    "embed",
+    "hf_sources",
+    "layer",
+    "layer_context",
+    "param_specs",
+    "unembed",
+]
+
+
+def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+    """See `Family`."""
+    require("qwen2", hf, hidden_act=("silu",))
+    return dense_config("qwen2", hf, rope, qkv_bias=True, kinds=window_kinds(hf))
+
+
+def window_kinds(hf: dict[str, Any]) -> tuple[LayerKind, ...]:
+    """Layers from `max_window_layers` on see a window, if the model uses one at all."""
+    if not hf.get("use_sliding_window"):
+        return ()
+    first, window = hf.get("max_window_layers", 0), hf["sliding_window"]
+    return tuple(
+        LayerKind(window if slides else None) for slides in layer_types(hf, lambda i: i >= first)
+    )

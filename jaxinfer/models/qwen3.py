@@ -1,0 +1,28 @@
+"""Qwen 3: Llama with normed queries and keys (arXiv:2505.09388)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.models.base import dense_config, require
+from jaxinfer.models.decoder import embed, hf_sources, layer, layer_context, param_specs, unembed
+from jaxinfer.models.qwen2 import window_kinds
+
+__all__ = [
+    "config_from_hf",
+    "embed",
+    "hf_sources",
+    "layer",
+    "layer_context",
+    "param_specs",
+    "unembed",
+]
+
+
+def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+    """See `Family`."""
+    require("qwen3", hf, hidden_act=("silu",))
+    bias = bool(hf.get("attention_bias"))
+    features = {"qk_norm": "head", "qkv_bias": bias, "o_bias": bias, "kinds": window_kinds(hf)}
+    return dense_config("qwen3", hf, rope, **features)

@@ -1,0 +1,38 @@
+"""SmolLM3: Llama in which some layers do not rotate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxinfer.config import LayerKind, ModelConfig
+from jaxinfer.models.base import dense_config, layer_types, require
+from jaxinfer.models.decoder import embed, hf_sources, layer, layer_context, param_specs, unembed
+
+__all__ = [
+    "config_from_hf",
+    "embed",
+    "hf_sources",
+    "layer",
+    "layer_context",
+    "param_specs",
+    "unembed",
+]
+
+
+def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+    """See `Family`."""
+    require("smollm3", hf, hidden_act=("silu",))
+    count, bias = hf["num_hidden_layers"], bool(hf.get("attention_bias"))
+    interval = hf.get("no_rope_layer_interval", 4)
+    # A list of ones and zeros: 1 rotates. Without it every interval-th layer does not.
+    rotates = hf.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(count)]
+    if len(rotates) != count:
+        raise ValueError(f"no_rope_layers has {len(rotates)} entries for {count} layers")
+    window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
+    slides = layer_types(hf, lambda i: window is not None and bool(rotates[i]))
+    kinds = tuple(
+        LayerKind(window if slide else None, "global" if turn else "none")
+        for slide, turn in zip(slides, rotates)
+    )
+    features = {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bool(hf.get("mlp_bias"))}
+    return dense_config("smollm3", hf, rope, kinds=kinds, **features)

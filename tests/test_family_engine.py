@@ -1,0 +1,55 @@
+"""Every family through the paged step: chunked prefill, decode and company equal the dense loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_families import ORACLE_FAMILIES, family_folder, oracle
+from tiny_checkpoint import dense_logits
+
+from jaxinfer import startup
+from jaxinfer.checkpoints import load_model
+from jaxinfer.config import EngineConfig
+from jaxinfer.request import Request, SamplingParams, Submit
+
+PARAMS = SamplingParams(temperature=0, logprobs=5)
+LENGTHS = (40, 3, 17, 25)  # longer than the window, shorter, split by the chunk
+
+
+def continuations(engine, prompts: list[list[int]], count: int) -> list[tuple[list, list]]:
+    """Greedy tokens and logprobs of each prompt, all at once."""
+    outputs: dict[str, tuple[list, list]] = {}
+    for i, prompt in enumerate(prompts):
+        outputs[str(i)] = ([], [])
+        engine.execute(Submit(Request(str(i), tuple(prompt), PARAMS, count, 0)), 0.0)
+    while engine.has_work:
+        for event in engine.step(0.0):
+            outputs[event.request_id][0].extend(event.tokens)
+            outputs[event.request_id][1].extend(event.logprobs)
+        engine.scheduler.check_invariants()
+    return list(outputs.values())
+
+
+@pytest.mark.parametrize("family", ORACLE_FAMILIES)
+def test_the_paged_step_equals_the_dense_loop(family, tmp_path):
+    model = load_model(family_folder(tmp_path, family), dtype="float32")
+    config = EngineConfig(
+        max_num_seqs=4, max_num_batched_tokens=16, page_size=4, kv_pool_bytes=1 << 20
+    )
+    engine = startup.build_engine(model, config)
+    engine.compiles.close()
+    tokens, _ = oracle(family)
+    prompts = [tokens[:length].tolist() for length in LENGTHS]
+    for attempt in ("cold", "with prefix hits"):
+        outputs = continuations(engine, prompts, 20)
+        for prompt, (said, logprobs) in zip(prompts, outputs):
+            logits = dense_logits(model.config, model.params, np.array([*prompt, *said]))
+            lines = logits[len(prompt) - 1 : -1].astype(np.float64)
+            exact = lines - np.log(np.exp(lines).sum(-1, keepdims=True))
+            scale = np.abs(lines).max()
+            for token, found, line in zip(said, logprobs, exact):
+                assert line.max() - line[token] <= 1e-4 * scale, attempt
+                assert abs(found.logprob - line[token]) <= 1e-4 * scale, attempt
+    assert engine.counters.prefix_hits > 0
+    windows = {kind.window for kind in model.config.kinds}
+    assert len(engine.scheduler.allocators) == max(1, len(windows))
