@@ -54,10 +54,29 @@ class LayerKind:
     Attributes:
         window: tokens a query sees, its own included; None: all before it.
         rope: which of the model's rotary tables it uses.
+        moe: whether its MLP is the model's mixture of experts.
     """
 
     window: int | None = None
     rope: Literal["global", "local", "none"] = "global"
+    moe: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """A mixture of experts.
+
+    Attributes:
+        intermediate_size: of one expert.
+        normalised: the weights of a token's experts are made to sum to one.
+        shared_size: of the expert that every token goes to besides; 0: there is none.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    normalised: bool = True
+    shared_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +115,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
+    moe: MoeConfig | None = None
 
     def kind(self, layer: int) -> LayerKind:
         return self.kinds[layer] if self.kinds else LayerKind()
@@ -120,6 +140,8 @@ class ModelConfig:
         fields["rope"] = _rope_from_json(fields["rope"])
         if fields.get("local_rope") is not None:
             fields["local_rope"] = _rope_from_json(fields["local_rope"])
+        if fields.get("moe") is not None:
+            fields["moe"] = MoeConfig(**fields["moe"])
         fields["kinds"] = tuple(LayerKind(**kind) for kind in fields.get("kinds", ()))
         return cls(**fields)
 

@@ -109,6 +109,28 @@ FEATURES = {
         "layers without rope": kinds(rope="global"),
         "which layers": lambda c: dataclasses.replace(c, kinds=c.kinds[::-1]),
     },
+    "mixtral": {
+        "window": kinds(window=None),
+        "how many experts": lambda c: dataclasses.replace(
+            c, moe=dataclasses.replace(c.moe, top_k=1)
+        ),
+        "normalised weights": lambda c: dataclasses.replace(
+            c, moe=dataclasses.replace(c.moe, normalised=False)
+        ),
+    },
+    "qwen2_moe": {
+        "weights as they are": lambda c: dataclasses.replace(
+            c, moe=dataclasses.replace(c.moe, normalised=True)
+        ),
+        "shared expert": lambda c: dataclasses.replace(
+            c, moe=dataclasses.replace(c.moe, shared_size=0)
+        ),
+    },
+    "qwen3_moe": {
+        "normalised weights": lambda c: dataclasses.replace(
+            c, moe=dataclasses.replace(c.moe, normalised=False)
+        ),
+    },
     "glm4": {"pairs": without(rope_pairs="halves"), "part that rotates": without(rotary_dim=None)},
 }
 
@@ -138,6 +160,11 @@ def test_the_oracle_notices_a_feature_that_is_switched_off(models, family, featu
         ("gemma2", "mlp_norm", 0.0),
         ("gemma3_text", "q_norm", 0.0),
         ("gemma3_text", "mlp_post_norm", 0.0),
+        ("olmoe", "q_norm", 1.0),
+        ("olmoe", "k_norm", 1.0),
+        ("qwen3_moe", "q_norm", 1.0),
+        ("qwen2_moe", "shared_gate", 0.0),
+        ("qwen2_moe", "router", 0.0),
         ("glm4", "attn_post_norm", 1.0),
         ("glm4", "mlp_post_norm", 1.0),
     ],

@@ -12,10 +12,14 @@ from jaxinfer.models import (
     granite,
     llama,
     mistral,
+    mixtral,
     olmo2,
+    olmoe,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
+    qwen3_moe,
     smollm3,
 )
 from jaxinfer.models.base import Family
@@ -27,10 +31,14 @@ _MODULES: tuple[ModuleType, ...] = (
     granite,
     llama,
     mistral,
+    mixtral,
     olmo2,
+    olmoe,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
+    qwen3_moe,
     smollm3,
 )
 # By the `model_type` of their config.json, which is the file's name.

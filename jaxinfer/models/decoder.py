@@ -14,166 +14,25 @@ by the fields of `ModelConfig`:
     rotary_dim, rope_pairs       part of a head rotates; neighbours are paired (GLM4)
     attention_scale, *_soft_cap  tanh caps of scores and logits (Gemma 2)
     *_multiplier                 scalars on embeddings, residuals and logits (Granite, Gemma)
+    moe                          layers whose MLP is a mixture of experts: `models/moe.py`
+
+What it is made of, and from which tensors: `models/decoder_params.py`.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.config import LayerKind, ModelConfig, RopeConfig
-from jaxinfer.models.base import Attend, HfSource, LayerContext
-from jaxinfer.models.layers import activate, add_bias, fuse_gate_up, linear, mlp_block, rms_norm
+from jaxinfer.models.base import Attend, LayerContext
+from jaxinfer.models.layers import activate, add_bias, linear, rms_norm
 from jaxinfer.models.layers import embed as embed_rows
+from jaxinfer.models.moe import moe
 from jaxinfer.models.rope import apply_rope, rope_tables
-from jaxinfer.params import ParamSpec, Tree
-
-# Our norms → the checkpoint's, as most families name them.
-NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-
-
-def param_specs(c: ModelConfig) -> Tree:
-    """Query, key and value rows are fused by key/value head, so one axis shards all three."""
-    tree: dict[str, Any] = {
-        "embed": ParamSpec((c.vocab_size, c.hidden_size), ("vocab", "embed")),
-        "layers": [_layer_specs(c) for _ in range(c.num_layers)],
-        "final_norm": _norm(c.hidden_size),
-    }
-    if not c.tie_embeddings:
-        tree["head"] = ParamSpec((c.vocab_size, c.hidden_size), ("vocab", "embed"))
-    return tree
-
-
-def _norm(size: int, axis: str | None = "embed") -> ParamSpec:
-    return ParamSpec((size,), (axis,), "ones")
-
-
-def _layer_specs(c: ModelConfig) -> dict[str, ParamSpec]:
-    block, heads = mlp_block(c.intermediate_size), (c.num_kv_heads, c.group_size + 2, c.head_dim)
-    specs = {
-        "qkv": ParamSpec((*heads, c.hidden_size), ("kv_heads", None, None, "embed")),
-        "o": ParamSpec(
-            (c.hidden_size, c.num_kv_heads, c.group_size * c.head_dim), ("embed", "kv_heads", None)
-        ),
-        "gate_up": ParamSpec(
-            (c.intermediate_size // block, 2, block, c.hidden_size), ("mlp", None, None, "embed")
-        ),
-        "down": ParamSpec((c.hidden_size, c.intermediate_size), ("embed", "mlp")),
-    }
-    specs |= {name: _norm(c.hidden_size) for name in _norm_names(c)}
-    if c.qkv_bias:
-        specs["qkv_bias"] = ParamSpec(heads, ("kv_heads", None, None), "zeros")
-    if c.o_bias:
-        specs["o_bias"] = ParamSpec((c.hidden_size,), ("embed",), "zeros")
-    if c.mlp_bias:
-        shape = (c.intermediate_size // block, 2, block)
-        specs["gate_up_bias"] = ParamSpec(shape, ("mlp", None, None), "zeros")
-        specs["down_bias"] = ParamSpec((c.hidden_size,), ("embed",), "zeros")
-    if c.qk_norm == "head":
-        specs |= {"q_norm": _norm(c.head_dim, None), "k_norm": _norm(c.head_dim, None)}
-    elif c.qk_norm == "all":
-        specs["q_norm"] = _norm(c.num_heads * c.head_dim, None)
-        specs["k_norm"] = _norm(c.num_kv_heads * c.head_dim, None)
-    return specs
-
-
-def _norm_names(c: ModelConfig) -> list[str]:
-    before = ["attn_norm", "mlp_norm"] if c.norms != "post" else []
-    after = ["attn_post_norm", "mlp_post_norm"] if c.norms != "pre" else []
-    return before + after
-
-
-# -- checkpoints -----------------------------------------------------------------------------------
-
-
-def hf_sources(
-    c: ModelConfig,
-    norms: dict[str, str] = NORMS,
-    fused_qkv: str = "",
-    fused_gate_up: str = "",
-) -> dict[str, HfSource]:
-    """For every parameter, by path: the Hugging Face tensors it is made of, and how.
-
-    `norms` are the checkpoint's names of our norms, `fused_*` of projections that it holds in one.
-    """
-    vocab = (c.vocab_size, c.hidden_size)
-    sources = {
-        "embed": HfSource({"model.embed_tokens.weight": vocab}),
-        "final_norm": HfSource({"model.norm.weight": (c.hidden_size,)}),
-    }
-    if not c.tie_embeddings:
-        sources["head"] = HfSource({"lm_head.weight": vocab})
-    for i in range(c.num_layers):
-        hf = f"model.layers.{i}."
-        layer_sources = _layer_sources(c, hf, norms)
-        if fused_qkv:
-            layer_sources["qkv"] = _fused_qkv(c, f"{hf}self_attn.{fused_qkv}.weight")
-        if fused_gate_up:
-            layer_sources["gate_up"] = _fused_gate_up(c, f"{hf}mlp.{fused_gate_up}.weight")
-        sources |= {f"layers.{i}.{name}": source for name, source in layer_sources.items()}
-    return sources
-
-
-def _fused_qkv(c: ModelConfig, name: str) -> HfSource:
-    """All query rows, then all key rows, then all value rows, in one tensor."""
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-
-    def combine(rows: Any) -> Any:
-        return _fuse_qkv(c, rows[:q], rows[q : q + kv], rows[q + kv :])
-
-    return HfSource({name: (q + 2 * kv, c.hidden_size)}, combine)
-
-
-def _fused_gate_up(c: ModelConfig, name: str) -> HfSource:
-    """All gate rows, then all up rows, in one tensor."""
-    half = c.intermediate_size
-    return HfSource(
-        {name: (2 * half, c.hidden_size)}, lambda rows: fuse_gate_up(rows[:half], rows[half:])
-    )
-
-
-def _fuse_qkv(c: ModelConfig, q: Any, k: Any, v: Any) -> Any:
-    xp = q.__array_namespace__()
-    shape = (c.num_kv_heads, -1, c.head_dim, *q.shape[1:])
-    return xp.concat([part.reshape(shape) for part in (q, k, v)], axis=1)
-
-
-def _layer_sources(c: ModelConfig, hf: str, norms: dict[str, str]) -> dict[str, HfSource]:
-    attn, mlp, width = hf + "self_attn.", hf + "mlp.", c.hidden_size
-    rows = {"q": c.num_heads * c.head_dim, "k": c.num_kv_heads * c.head_dim}
-    rows["v"] = rows["k"]
-    halves = {"gate": c.intermediate_size, "up": c.intermediate_size}
-
-    fuse_qkv = functools.partial(_fuse_qkv, c)
-
-    def weights(prefix: str, sizes: dict[str, int], kind: str = "weight") -> dict[str, tuple]:
-        tail = (width,) if kind == "weight" else ()
-        return {f"{prefix}{x}_proj.{kind}": (size, *tail) for x, size in sizes.items()}
-
-    sources = {
-        "qkv": HfSource(weights(attn, rows), fuse_qkv),
-        "o": HfSource({attn + "o_proj.weight": (width, rows["q"])}),
-        "gate_up": HfSource(weights(mlp, halves), fuse_gate_up),
-        "down": HfSource({mlp + "down_proj.weight": (width, c.intermediate_size)}),
-    }
-    sources |= {ours: HfSource({f"{hf}{norms[ours]}.weight": (width,)}) for ours in _norm_names(c)}
-    if c.qkv_bias:
-        sources["qkv_bias"] = HfSource(weights(attn, rows, "bias"), fuse_qkv)
-    if c.o_bias:
-        sources["o_bias"] = HfSource({attn + "o_proj.bias": (width,)})
-    if c.mlp_bias:
-        sources["gate_up_bias"] = HfSource(weights(mlp, halves, "bias"), fuse_gate_up)
-        sources["down_bias"] = HfSource({mlp + "down_proj.bias": (width,)})
-    if c.qk_norm != "none":
-        size = {"head": {"q": c.head_dim, "k": c.head_dim}, "all": rows}[c.qk_norm]
-        sources |= {f"{x}_norm": HfSource({f"{attn}{x}_norm.weight": (size[x],)}) for x in "qk"}
-    return sources
-
-
-# -- the computation -------------------------------------------------------------------------------
+from jaxinfer.params import Tree
 
 
 def embed(params: Tree, c: ModelConfig, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
@@ -205,7 +64,8 @@ def layer(
     """One transformer block; `attend` stores k and v in the pool and attends over it."""
     half = _attention(params, c, kind, _normed(params, c, x, "attn_norm"), context, attend)
     x = _add(c, x, _normed(params, c, half, "attn_post_norm"))
-    half = mlp(params, c, _normed(params, c, x, "mlp_norm"))
+    normed = _normed(params, c, x, "mlp_norm")
+    half = moe(params, c, c.moe, normed) if c.moe and kind.moe else mlp(params, c, normed)
     return _add(c, x, _normed(params, c, half, "mlp_post_norm"))
 
 

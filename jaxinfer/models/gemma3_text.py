@@ -8,7 +8,8 @@ from typing import Any
 
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.models.base import dense_config, layer_types, require
-from jaxinfer.models.decoder import embed, layer, layer_context, param_specs, unembed
+from jaxinfer.models.decoder import embed, layer, layer_context, unembed
+from jaxinfer.models.decoder_params import param_specs
 from jaxinfer.models.gemma2 import SHARED, hf_sources
 from jaxinfer.models.rope_config import local_rope_config
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from jaxinfer.config import ModelConfig
-from jaxinfer.models import decoder
+from jaxinfer.models import decoder_params
 from jaxinfer.models.base import HfSource, dense_config, require, with_rotary_part
-from jaxinfer.models.decoder import embed, layer, layer_context, param_specs, unembed
+from jaxinfer.models.decoder import embed, layer, layer_context, unembed
+from jaxinfer.models.decoder_params import param_specs
 
 __all__ = [
     "config_from_hf",
@@ -38,4 +39,4 @@ def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
 
 def hf_sources(c: ModelConfig) -> dict[str, HfSource]:
     """See `Family`."""
-    return decoder.hf_sources(c, NORMS, fused_gate_up="gate_up_proj")
+    return decoder_params.hf_sources(c, NORMS, fused_gate_up="gate_up_proj")

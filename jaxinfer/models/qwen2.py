@@ -6,7 +6,8 @@ from typing import Any
 
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.models.base import dense_config, layer_types, require
-from jaxinfer.models.decoder import embed, hf_sources, layer, layer_context, param_specs, unembed
+from jaxinfer.models.decoder import embed, layer, layer_context, unembed
+from jaxinfer.models.decoder_params import hf_sources, param_specs
 
 __all__ = [
     "config_from_hf",

@@ -6,7 +6,8 @@ from typing import Any
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.base import dense_config, require
-from jaxinfer.models.decoder import embed, hf_sources, layer, layer_context, param_specs, unembed
+from jaxinfer.models.decoder import embed, layer, layer_context, unembed
+from jaxinfer.models.decoder_params import hf_sources, param_specs
 from jaxinfer.models.qwen2 import window_kinds
 
 __all__ = [

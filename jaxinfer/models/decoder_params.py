@@ -1,0 +1,172 @@
+"""What the shared decoder is made of, and which Hugging Face tensors that comes from."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from jaxinfer.config import LayerKind, ModelConfig
+from jaxinfer.models.base import HfSource
+from jaxinfer.models.layers import fuse_gate_up, mlp_block
+from jaxinfer.models.moe import QWEN_NAMES, Names, moe_sources, moe_specs
+from jaxinfer.params import ParamSpec, Tree
+
+# Our norms → the checkpoint's, as most families name them.
+NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+
+
+def param_specs(c: ModelConfig) -> Tree:
+    """Query, key and value rows are fused by key/value head, so one axis shards all three."""
+    tree: dict[str, Any] = {
+        "embed": ParamSpec((c.vocab_size, c.hidden_size), ("vocab", "embed")),
+        "layers": [_layer_specs(c, c.kind(i)) for i in range(c.num_layers)],
+        "final_norm": _norm(c.hidden_size),
+    }
+    if not c.tie_embeddings:
+        tree["head"] = ParamSpec((c.vocab_size, c.hidden_size), ("vocab", "embed"))
+    return tree
+
+
+def _norm(size: int, axis: str | None = "embed") -> ParamSpec:
+    return ParamSpec((size,), (axis,), "ones")
+
+
+def _layer_specs(c: ModelConfig, kind: LayerKind) -> dict[str, ParamSpec]:
+    heads = (c.num_kv_heads, c.group_size + 2, c.head_dim)
+    specs = {
+        "qkv": ParamSpec((*heads, c.hidden_size), ("kv_heads", None, None, "embed")),
+        "o": ParamSpec(
+            (c.hidden_size, c.num_kv_heads, c.group_size * c.head_dim), ("embed", "kv_heads", None)
+        ),
+        **(moe_specs(c, c.moe) if c.moe and kind.moe else _mlp_specs(c)),
+    }
+    specs |= {name: _norm(c.hidden_size) for name in _norm_names(c)}
+    if c.qkv_bias:
+        specs["qkv_bias"] = ParamSpec(heads, ("kv_heads", None, None), "zeros")
+    if c.o_bias:
+        specs["o_bias"] = ParamSpec((c.hidden_size,), ("embed",), "zeros")
+    if c.qk_norm == "head":
+        specs |= {"q_norm": _norm(c.head_dim, None), "k_norm": _norm(c.head_dim, None)}
+    elif c.qk_norm == "all":
+        specs["q_norm"] = _norm(c.num_heads * c.head_dim, None)
+        specs["k_norm"] = _norm(c.num_kv_heads * c.head_dim, None)
+    return specs
+
+
+def _mlp_specs(c: ModelConfig) -> dict[str, ParamSpec]:
+    block = mlp_block(c.intermediate_size)
+    shape = (c.intermediate_size // block, 2, block)
+    specs = {
+        "gate_up": ParamSpec((*shape, c.hidden_size), ("mlp", None, None, "embed")),
+        "down": ParamSpec((c.hidden_size, c.intermediate_size), ("embed", "mlp")),
+    }
+    if c.mlp_bias:
+        specs["gate_up_bias"] = ParamSpec(shape, ("mlp", None, None), "zeros")
+        specs["down_bias"] = ParamSpec((c.hidden_size,), ("embed",), "zeros")
+    return specs
+
+
+def _norm_names(c: ModelConfig) -> list[str]:
+    before = ["attn_norm", "mlp_norm"] if c.norms != "post" else []
+    after = ["attn_post_norm", "mlp_post_norm"] if c.norms != "pre" else []
+    return before + after
+
+
+def hf_sources(
+    c: ModelConfig,
+    norms: dict[str, str] = NORMS,
+    fused_qkv: str = "",
+    fused_gate_up: str = "",
+    experts: Names = QWEN_NAMES,
+) -> dict[str, HfSource]:
+    """For every parameter, by path: the Hugging Face tensors it is made of, and how.
+
+    `norms` are the checkpoint's names of our norms, `fused_*` of projections that it holds in one,
+    `experts` of a mixture's.
+    """
+    vocab = (c.vocab_size, c.hidden_size)
+    sources = {
+        "embed": HfSource({"model.embed_tokens.weight": vocab}),
+        "final_norm": HfSource({"model.norm.weight": (c.hidden_size,)}),
+    }
+    if not c.tie_embeddings:
+        sources["head"] = HfSource({"lm_head.weight": vocab})
+    for i in range(c.num_layers):
+        hf = f"model.layers.{i}."
+        layer_sources = _layer_sources(c, hf, norms)
+        if fused_qkv:
+            layer_sources["qkv"] = _fused_qkv(c, f"{hf}self_attn.{fused_qkv}.weight")
+        if c.moe and c.kind(i).moe:
+            layer_sources |= moe_sources(c, c.moe, hf, experts)
+        elif fused_gate_up:
+            layer_sources |= _mlp_sources(c, f"{hf}mlp.")
+            layer_sources["gate_up"] = _fused_gate_up(c, f"{hf}mlp.{fused_gate_up}.weight")
+        else:
+            layer_sources |= _mlp_sources(c, f"{hf}mlp.")
+        sources |= {f"layers.{i}.{name}": source for name, source in layer_sources.items()}
+    return sources
+
+
+def _fused_qkv(c: ModelConfig, name: str) -> HfSource:
+    """All query rows, then all key rows, then all value rows, in one tensor."""
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+
+    def combine(rows: Any) -> Any:
+        return _fuse_qkv(c, rows[:q], rows[q : q + kv], rows[q + kv :])
+
+    return HfSource({name: (q + 2 * kv, c.hidden_size)}, combine)
+
+
+def _fused_gate_up(c: ModelConfig, name: str) -> HfSource:
+    """All gate rows, then all up rows, in one tensor."""
+    half = c.intermediate_size
+    return HfSource(
+        {name: (2 * half, c.hidden_size)}, lambda rows: fuse_gate_up(rows[:half], rows[half:])
+    )
+
+
+def _fuse_qkv(c: ModelConfig, q: Any, k: Any, v: Any) -> Any:
+    xp = q.__array_namespace__()
+    shape = (c.num_kv_heads, -1, c.head_dim, *q.shape[1:])
+    return xp.concat([part.reshape(shape) for part in (q, k, v)], axis=1)
+
+
+def _layer_sources(c: ModelConfig, hf: str, norms: dict[str, str]) -> dict[str, HfSource]:
+    attn, width = hf + "self_attn.", c.hidden_size
+    rows = {"q": c.num_heads * c.head_dim, "k": c.num_kv_heads * c.head_dim}
+    rows["v"] = rows["k"]
+    fuse_qkv = functools.partial(_fuse_qkv, c)
+    sources = {
+        "qkv": HfSource(_projections(attn, rows, width), fuse_qkv),
+        "o": HfSource({attn + "o_proj.weight": (width, rows["q"])}),
+    }
+    sources |= {ours: HfSource({f"{hf}{norms[ours]}.weight": (width,)}) for ours in _norm_names(c)}
+    if c.qkv_bias:
+        sources["qkv_bias"] = HfSource(_projections(attn, rows), fuse_qkv)
+    if c.o_bias:
+        sources["o_bias"] = HfSource({attn + "o_proj.bias": (width,)})
+    if c.qk_norm != "none":
+        size = {"head": {"q": c.head_dim, "k": c.head_dim}, "all": rows}[c.qk_norm]
+        sources |= {f"{x}_norm": HfSource({f"{attn}{x}_norm.weight": (size[x],)}) for x in "qk"}
+    return sources
+
+
+def _mlp_sources(c: ModelConfig, mlp: str) -> dict[str, HfSource]:
+    halves, width = {"gate": c.intermediate_size, "up": c.intermediate_size}, c.hidden_size
+    sources = {
+        "gate_up": HfSource(_projections(mlp, halves, width), fuse_gate_up),
+        "down": HfSource({mlp + "down_proj.weight": (width, c.intermediate_size)}),
+    }
+    if c.mlp_bias:
+        sources["gate_up_bias"] = HfSource(_projections(mlp, halves), fuse_gate_up)
+        sources["down_bias"] = HfSource({mlp + "down_proj.bias": (width,)})
+    return sources
+
+
+def _projections(
+    prefix: str, rows: dict[str, int], width: int | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the projections' weights, or of their biases without a `width`."""
+    if width is None:
+        return {f"{prefix}{x}_proj.bias": (size,) for x, size in rows.items()}
+    return {f"{prefix}{x}_proj.weight": (size, width) for x, size in rows.items()}

@@ -1,0 +1,132 @@
+"""Mixtures of experts: a router sends every token to a few gated MLPs (Shazeer et al. 2017,
+arXiv:1701.06538; Jiang et al. 2024, arXiv:2401.04088). Nothing is dropped: rows are put in order of
+their expert, and grouped products compute exactly those there are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.config import ModelConfig, MoeConfig
+from jaxinfer.models.base import HfSource
+from jaxinfer.models.layers import activate, fuse_gate_up, linear, mlp_block
+from jaxinfer.params import ParamSpec, Tree
+from pallas_kernels.grouped_matmul import grouped_matmul
+
+Names = tuple[str, tuple[str, str, str]]
+# How checkpoints call a layer's mixture and its experts' projections: gate, up, down.
+QWEN_NAMES: Names = ("mlp", ("gate_proj", "up_proj", "down_proj"))
+MIXTRAL_NAMES: Names = ("block_sparse_moe", ("w1", "w3", "w2"))
+
+
+def moe_specs(c: ModelConfig, m: MoeConfig) -> dict[str, ParamSpec]:
+    """Parameters of one layer's mixture."""
+    block, width = mlp_block(m.intermediate_size), c.hidden_size
+    specs = {
+        "router": ParamSpec((m.num_experts, width), (None, "embed")),
+        "experts_gate_up": ParamSpec(
+            (m.num_experts, m.intermediate_size // block, 2, block, width),
+            ("experts", "mlp", None, None, "embed"),
+        ),
+        "experts_down": ParamSpec(
+            (m.num_experts, width, m.intermediate_size), ("experts", "embed", "mlp")
+        ),
+    }
+    if m.shared_size:
+        block = mlp_block(m.shared_size)
+        specs["shared_gate_up"] = ParamSpec(
+            (m.shared_size // block, 2, block, width), ("mlp", None, None, "embed")
+        )
+        specs["shared_down"] = ParamSpec((width, m.shared_size), ("embed", "mlp"))
+        specs["shared_gate"] = ParamSpec((1, width), (None, "embed"))
+    return specs
+
+
+def moe_sources(c: ModelConfig, m: MoeConfig, hf: str, names: Names) -> dict[str, HfSource]:
+    """The tensors of a layer's mixture, of which every expert has its own."""
+    prefix, (gate, up, down) = names
+    experts, width = f"{hf}{prefix}.experts.", c.hidden_size
+    inner = (m.intermediate_size, width)
+    count = range(m.num_experts)
+
+    def stack_gate_up(*parts: Any) -> Any:
+        xp = parts[0].__array_namespace__()
+        gates, ups = parts[: m.num_experts], parts[m.num_experts :]
+        return xp.stack([fuse_gate_up(g, u) for g, u in zip(gates, ups)])
+
+    def stack(*parts: Any) -> Any:
+        return parts[0].__array_namespace__().stack(parts)
+
+    sources = {
+        "router": HfSource({f"{hf}{prefix}.gate.weight": (m.num_experts, width)}),
+        "experts_gate_up": HfSource(
+            {f"{experts}{i}.{name}.weight": inner for name in (gate, up) for i in count},
+            stack_gate_up,
+        ),
+        "experts_down": HfSource(
+            {f"{experts}{i}.{down}.weight": inner[::-1] for i in count}, stack
+        ),
+    }
+    if m.shared_size:
+        shared, inner = f"{hf}{prefix}.shared_expert.", (m.shared_size, width)
+        halves: dict[str, tuple[int, ...]] = {
+            f"{shared}{name}.weight": inner for name in (gate, up)
+        }
+        sources["shared_gate_up"] = HfSource(halves, fuse_gate_up)
+        sources["shared_down"] = HfSource({f"{shared}{down}.weight": inner[::-1]})
+        sources["shared_gate"] = HfSource({f"{hf}{prefix}.shared_expert_gate.weight": (1, width)})
+    return sources
+
+
+def moe(params: Tree, c: ModelConfig, m: MoeConfig, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    """The weighted outputs of each token's experts, and of the shared one."""
+    weights, experts = route(m, linear(x, params["router"], out_dtype=jnp.float32))
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat)  # stable, so the same rows come in the same order
+    sizes = jnp.bincount(flat, length=m.num_experts).astype(jnp.int32)
+    rows = x[order // m.top_k]
+    outputs = _experts(params, c, m, rows, sizes)[jnp.argsort(order)]
+    outputs = outputs.reshape(x.shape[0], m.top_k, -1)
+    mixed = jnp.sum(outputs * weights.astype(x.dtype)[:, :, None], axis=1)
+    if not m.shared_size:
+        return mixed
+    hidden = activate(linear(x, params["shared_gate_up"]), c.activation)
+    share = jax.nn.sigmoid(linear(x, params["shared_gate"]))
+    return mixed + share * linear(hidden, params["shared_down"])
+
+
+def route(
+    m: MoeConfig, logits: Float[Array, "T E"]
+) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
+    """Each token's experts, best first, and their weights; ties go to the lower expert."""
+    weights, experts = lax.top_k(jax.nn.softmax(logits, axis=-1), m.top_k)
+    if m.normalised:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return weights, experts
+
+
+def _experts(
+    params: Tree, c: ModelConfig, m: MoeConfig, rows: Float[Array, "R D"], sizes: Int[Array, " E"]
+) -> Float[Array, "R D"]:
+    gate_up, down = params["experts_gate_up"], params["experts_down"]
+
+    def compute(implementation: Any, rows: Array, sizes: Array, gate_up: Array, down: Array) -> Any:
+        product = functools.partial(grouped_matmul, implementation=implementation)
+        flat = gate_up.reshape(m.num_experts, -1, gate_up.shape[-1])
+        halves = product(rows, flat, sizes).reshape(rows.shape[0], *gate_up.shape[1:4])
+        return product(activate(halves, c.activation), down, sizes)
+
+    return lax.platform_dependent(
+        rows,
+        sizes,
+        gate_up,
+        down,
+        cpu=functools.partial(compute, "segments"),
+        default=functools.partial(compute, "ragged"),
+    )

@@ -1,0 +1,29 @@
+"""Qwen 3 with experts (arXiv:2505.09388)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.models.base import dense_config, require
+from jaxinfer.models.decoder import embed, layer, layer_context, unembed
+from jaxinfer.models.decoder_params import hf_sources, param_specs
+from jaxinfer.models.qwen2_moe import moe_config, moe_kinds
+
+__all__ = [
+    "config_from_hf",
+    "embed",
+    "hf_sources",
+    "layer",
+    "layer_context",
+    "param_specs",
+    "unembed",
+]
+
+
+def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+    """See `Family`."""
+    require("qwen3_moe", hf, hidden_act=("silu",))
+    bias = bool(hf.get("attention_bias"))
+    features = {"qk_norm": "head", "qkv_bias": bias, "o_bias": bias}
+    return dense_config("qwen3_moe", hf, rope, kinds=moe_kinds(hf), moe=moe_config(hf), **features)

@@ -1,0 +1,48 @@
+"""Grouped products in plain jax."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+TILE_ROWS = 16  # rows of one product: of few more an expert has in a decode step
+
+
+def segments(
+    x: Float[Array, "R K"], weights: Float[Array, "E N K"], group_sizes: Int[Array, " E"]
+) -> Float[Array, "R N"]:
+    """A loop over tiles of at most `TILE_ROWS` rows of one expert."""
+    rows, width = x.shape[0], weights.shape[1]
+    height = min(TILE_ROWS, rows)
+    ends = jnp.cumsum(group_sizes)
+    tiles = -(-group_sizes // height)
+    last_tiles = jnp.cumsum(tiles)
+    padded = jnp.pad(x, ((0, height), (0, 0)))
+
+    def tile(i: Int[Array, ""], out: Float[Array, "R2 N"]) -> Float[Array, "R2 N"]:
+        expert = jnp.sum(last_tiles <= i)
+        within = i - (last_tiles[expert] - tiles[expert])
+        first = ends[expert] - group_sizes[expert] + within * height
+        part = lax.dynamic_slice_in_dim(padded, first, height, axis=0)
+        matrix = lax.dynamic_index_in_dim(weights, expert, axis=0, keepdims=False)
+        product = lax.dot_general(
+            part, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        # A tile may overrun its expert's rows: those of the next tile overwrite them, and what is
+        # past the last one is cut off or masked.
+        return lax.dynamic_update_slice_in_dim(out, product.astype(x.dtype), first, axis=0)
+
+    out = lax.fori_loop(0, last_tiles[-1], tile, jnp.zeros((rows + height, width), x.dtype))
+    return jnp.where((jnp.arange(rows) < ends[-1])[:, None], out[:rows], 0)
+
+
+def ragged(
+    x: Float[Array, "R K"], weights: Float[Array, "E N K"], group_sizes: Int[Array, " E"]
+) -> Float[Array, "R N"]:
+    """XLA's ragged product."""
+    product = lax.ragged_dot(
+        x, weights.swapaxes(1, 2), group_sizes, preferred_element_type=jnp.float32
+    )
+    inside = jnp.arange(x.shape[0]) < jnp.sum(group_sizes)
+    return jnp.where(inside[:, None], product, 0).astype(x.dtype)
