@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -148,6 +149,10 @@ def _open(source: Source) -> OpenedModel:
 
     with console.progress() as progress:
         loaded, engine = open_engine(source.model, source.engine, source.dtype, progress)
+    # What is loaded lives as long as the process. Looking through it again and again for garbage
+    # would stop the engine's thread for milliseconds.
+    gc.collect()
+    gc.freeze()
     return OpenedModel(
         names=source.names,
         text=TextProcessor(loaded.tokenizer, loaded.generation.eos_ids, engine.limits),
