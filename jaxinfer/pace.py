@@ -6,12 +6,9 @@ their time between tokens, and when a request that comes now can expect its firs
 
 from __future__ import annotations
 
-import math
-
 SMALLEST_CHUNK = 64  # tokens; the chunk is chosen among halves of the largest, down to this
 STARVED_STEPS = 8  # steps without a chunk after which the smallest goes, whatever the bound says
 LEARNING = 0.2  # weight of the newest step
-WINDOW = 10.0  # seconds over which the rate of ends is averaged
 
 
 class Pace:
@@ -26,7 +23,8 @@ class Pace:
         self._token_time: float | None = None  # of a prompt token beside whatever decodes
         self._credit = 0.0  # what the last steps left of the bound, or took beyond it
         self._starved = 0
-        self._end_rate = 0.0
+        self._end_time: float | None = None  # from one sequence's end to the next one's
+        self._since_end = 0.0
 
     # -- what is learned ---------------------------------------------------------------------------
 
@@ -57,8 +55,11 @@ class Pace:
         else:
             rung = _rung(decodes)
             self._decode_times[rung] = _blend(self._decode_times.get(rung), seconds)
-        fresh = 1 - math.exp(-seconds / WINDOW)
-        self._end_rate += fresh * (ends / seconds - self._end_rate)
+        self._since_end += seconds
+        for _ in range(ends):
+            self._end_time = _blend(self._end_time, self._since_end / ends)
+        if ends:
+            self._since_end = 0.0
 
     def _enter(self, seconds: float) -> None:
         """Time gained against the bound, or lost. What was gained is not saved up for long."""
@@ -102,7 +103,9 @@ class Pace:
         `tokens_ahead` are prompt tokens to compute until then, its own included; `ends_awaited`
         how many running sequences must end before there is a slot for it.
         """
-        wait = ends_awaited / self._end_rate if self._end_rate > 0 else 0.0
+        wait = 0.0
+        if self._end_time is not None:  # ends that do not come are news too
+            wait = ends_awaited * max(self._end_time, self._since_end)
         return wait + tokens_ahead * (self._token_time or 0.0)
 
 

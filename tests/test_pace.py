@@ -76,6 +76,24 @@ def test_the_first_token_is_expected_after_what_is_ahead():
     assert pace.first_token_in(0, 50) == pytest.approx(2.0, rel=0.02)
 
 
+def test_a_second_of_ends_says_how_fast_they_come():
+    pace = Pace(512, None)
+    for _ in range(20):
+        pace.observe(8, 0, 1, 0.05)
+    assert pace.first_token_in(0, 3) == pytest.approx(3 * 0.05)
+    pace.observe(8, 0, 4, 0.2)
+    assert pace.first_token_in(0, 3) == pytest.approx(3 * 0.05), "four in four times as long"
+
+
+def test_ends_that_do_not_come_are_expected_as_late_as_they_are():
+    pace = Pace(512, None)
+    for _ in range(20):
+        pace.observe(8, 0, 1, 0.05)
+    for _ in range(2000):
+        pace.observe(8, 0, 0, 0.05)
+    assert pace.first_token_in(0, 1) == pytest.approx(100.0), "not in hours"
+
+
 def test_a_clock_that_stands_still_teaches_nothing():
     pace = learned(0.05)
     before = pace.chunk_budget(8)
