@@ -263,7 +263,7 @@ class Scheduler:
         """Whether an admitted sequence goes on before a waiting one begins."""
         if admitted.level != head.level or admitted.tenant == head.tenant:
             return admitted.level <= head.level
-        return self.waiting.service(admitted.tenant) <= self.waiting.service(head.tenant)
+        return self.waiting.service(admitted) <= self.waiting.service(head)
 
     def _resume(self, plan: StepPlan, now: float) -> None:
         """Sequences whose pages wait in host memory decode on, if it is their turn."""

@@ -5,7 +5,8 @@ preempted, then tenants in turn, least served first (start-time fair queueing, G
 for token counts see Sheng et al. 2024, arXiv:2401.00588), and first come first served within a
 tenant. A sequence that waited `ageing` seconds in one priority rises to the next more urgent one
 that anybody waits in, so it waits at most `ageing` seconds for each priority in use above its own,
-and then its tenant's turn there.
+and then its turn among those that rose there, who share like one tenant: however many they are,
+those who were asked to be urgent go on having their turns.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import bisect
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from jaxinfer.sequence import NOT_WAITING, Sequence
 
 MOST_RISES = 64  # sequences that may rise in one step, whose time is bounded so
 MOST_ACCOUNTS = 4096  # tenants whose service is remembered while they have nothing to do
+_RISEN = (False, "")  # their line; of lines with equal service it is the first
 
 _Entry = tuple[int, int, Sequence]  # order of arrival, number of the entry, sequence
+_Line = tuple[bool, str]  # True and a tenant; (False, ""): of all that rose to the level
 
 
 @dataclass(slots=True)
@@ -36,8 +39,9 @@ class _Level:
     size: int = 0
     tokens: int = 0
     preempted: list[_Entry] = field(default_factory=list)  # heap by order of arrival
-    tenants: dict[str, list[_Entry]] = field(default_factory=dict)  # heaps by order of arrival
-    turns: list[tuple[float, str]] = field(default_factory=list)  # heap of (service, tenant)
+    lines: dict[_Line, list[_Entry]] = field(default_factory=dict)  # heaps by order of arrival
+    share: float = 0.0  # of all these lines together
+    turns: list[tuple[float, _Line]] = field(default_factory=list)  # heap of (service, line)
     entries: deque[_Entry] = field(default_factory=deque)  # in order of entry
 
     def live(self) -> list[Sequence]:
@@ -52,8 +56,9 @@ class WaitingQueue:
         self._weights = dict(weights or {})
         self._levels: dict[int, _Level] = {}
         self._order: list[int] = []  # the levels in use, most urgent first
-        self._service: dict[str, float] = {}
-        self._clock = 0.0  # service of the tenant whose turn was last: newcomers start there
+        self._service: dict[_Line, float] = {}
+        self._clock = 0.0  # service of who always had its share: newcomers start there
+        self._most_accounts = 2 * MOST_ACCOUNTS
         self._entries = itertools.count(1)
         self._size = 0
 
@@ -82,26 +87,29 @@ class WaitingQueue:
         if len(level.entries) > 2 * level.size + 64:
             self._drop_stale(level)
 
-    def _line_up(self, level: _Level, sequence: Sequence) -> None:
+    def _line_up(self, level: _Level, sequence: Sequence, known: Collection[_Line] = ()) -> None:
+        """`known` are lines that were here already, so their turns stay as they are."""
         entry = (sequence.order, sequence.entry, sequence)
         level.entries.append(entry)
-        if sequence.preempted:
+        name = _line_of(sequence)
+        if sequence.preempted and name != _RISEN:
             heapq.heappush(level.preempted, entry)
             return
-        tenant = sequence.tenant
-        line = level.tenants.get(tenant)
+        line = level.lines.get(name)
         if line is None:
-            line = level.tenants[tenant] = []
-            self._service[tenant] = max(self.service(tenant), self._clock)
-            heapq.heappush(level.turns, (self._service[tenant], tenant))
+            line = level.lines[name] = []
+            level.share += self._share(name)
+            if name not in known:
+                self._service[name] = max(self.service(sequence), self._clock)
+            heapq.heappush(level.turns, (self._service[name], name))
         heapq.heappush(line, entry)
 
     def _drop_stale(self, level: _Level) -> None:
-        members = level.live()
-        level.preempted, level.tenants, level.turns = [], {}, []
-        level.entries = deque()
+        members, known = level.live(), level.lines
+        level.preempted, level.lines, level.turns = [], {}, []
+        level.share, level.entries = 0.0, deque()
         for sequence in members:
-            self._line_up(level, sequence)
+            self._line_up(level, sequence, known)
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence that waits: it was admitted, or ended."""
@@ -126,13 +134,14 @@ class WaitingQueue:
 
     def _of_least_served(self, level: _Level) -> Sequence:
         while True:
-            served, tenant = level.turns[0]
-            sequence = _first(level.tenants[tenant])
+            served, line = level.turns[0]
+            sequence = _first(level.lines[line])
             if sequence is None:
                 heapq.heappop(level.turns)
-                del level.tenants[tenant]
-            elif served < self._service[tenant]:  # it was served since
-                heapq.heapreplace(level.turns, (self._service[tenant], tenant))
+                del level.lines[line]
+                level.share -= self._share(line)
+            elif served < self._service[line]:  # it was served since
+                heapq.heapreplace(level.turns, (self._service[line], line))
             else:
                 self._clock = max(self._clock, served)
                 return sequence
@@ -170,24 +179,31 @@ class WaitingQueue:
     # -- service ---------------------------------------------------------------------------------
 
     def charge(self, sequence: Sequence, tokens: int) -> None:
-        """Enter tokens that are computed for a sequence into its tenant's account."""
-        tenant = sequence.tenant
-        self._service[tenant] = self.service(tenant) + tokens / self._weights.get(tenant, 1.0)
-        if len(self._service) > 2 * MOST_ACCOUNTS:
+        """Enter tokens that are computed for a sequence into its line's account."""
+        line, level = _line_of(sequence), self._levels.get(sequence.level)
+        share = self._share(line)
+        self._service[line] = self.service(sequence) + tokens / share
+        # Those who wait beside it wait for their part of it, whoever else may come.
+        self._clock += tokens / (share if level is None else max(share, level.share))
+        if len(self._service) > self._most_accounts:
             self._forget_accounts()
 
-    def service(self, tenant: str) -> float:
-        """Tokens computed for a tenant by its share, counted from when it came."""
-        return self._service.get(tenant, self._clock)
+    def _share(self, line: _Line) -> float:
+        return 1.0 if line == _RISEN else self._weights.get(line[1], 1.0)
+
+    def service(self, sequence: Sequence) -> float:
+        """Tokens computed for a sequence's line by its share, counted from when it came."""
+        return self._service.get(_line_of(sequence), self._clock)
 
     def _forget_accounts(self) -> None:
         """Who is not ahead of the queue's clock would start at it anyway."""
-        waiting = {tenant for level in self._levels.values() for tenant in level.tenants}
+        waiting = {line for level in self._levels.values() for line in level.lines}
         self._service = {
-            tenant: served
-            for tenant, served in self._service.items()
-            if tenant in waiting or served > self._clock
+            line: served
+            for line, served in self._service.items()
+            if line in waiting or served > self._clock
         }
+        self._most_accounts = 2 * max(MOST_ACCOUNTS, len(self._service))
 
     def check_invariants(self) -> None:
         """AssertionError unless levels, lines and counts account for each other."""
@@ -198,11 +214,17 @@ class WaitingQueue:
         for number, level in self._levels.items():
             members = level.live()
             assert all(s.level == number for s in members), "a level holds another's"
-            lines = [level.preempted, *level.tenants.values()]
+            lines = [level.preempted, *level.lines.values()]
             lined = [s for line in lines for _, entry, s in line if s.entry == entry]
             assert {id(s) for s in lined} == {id(s) for s in members}, f"lines of level {number}"
             assert len(lined) == level.size > 0, f"size of level {number}"
-            assert sorted(tenant for _, tenant in level.turns) == sorted(level.tenants), "turns"
+            assert sorted(line for _, line in level.turns) == sorted(level.lines), "turns"
+
+
+def _line_of(sequence: Sequence) -> _Line:
+    """Those that rose have one line, so that however many they are, they take turns with others."""
+    rose = sequence.level < sequence.request.scheduling.priority
+    return _RISEN if rose else (True, sequence.tenant)
 
 
 def _first(line: list[_Entry]) -> Sequence | None:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from jaxinfer.request import Request, Scheduling
 from jaxinfer.sequence import NOT_WAITING, Sequence
-from jaxinfer.waiting_queue import MOST_RISES, WaitingQueue
+from jaxinfer.waiting_queue import MOST_ACCOUNTS, MOST_RISES, WaitingQueue
 
 _orders = itertools.count(1)
 
@@ -119,6 +119,44 @@ def test_a_burst_rises_over_several_steps():
         assert queue.more_urgent(1) == 1 + step * MOST_RISES
 
 
+def test_however_many_rose_the_urgent_ones_have_their_turns():
+    """A long queue of old requests does not pass every one that comes at a level above."""
+    queue = WaitingQueue(ageing=10)
+    old = [sequence(f"old{i}", 1, f"t{i % 5}") for i in range(200)]
+    fill(queue, *old, sequence("new", 0))
+    for step in range(5):
+        queue.rise(20.0 + step)
+    assert all(each.level == 0 for each in old)
+    turns = []
+    for i in range(40):
+        fill(queue, sequence(f"new{i}", 0), now=30.0)
+        turns.append(take(queue))
+    risen = [name for name in turns if name.startswith("old")]
+    assert len(risen) in (19, 20, 21), "they take turns"
+    assert risen == [f"old{i}" for i in range(len(risen))], "in order of arrival"
+
+
+def test_newcomers_do_not_keep_a_served_tenant_from_its_turn():
+    """A place a second, and a tenant nobody knew every second."""
+    queue = WaitingQueue(ageing=1e9)
+    fill(queue, *(sequence(f"known{i}", 0, "known") for i in range(2)))
+    assert take(queue) == "known0"
+    for i in range(20):
+        fill(queue, sequence(f"{i}", 0, f"new{i}"))
+        if take(queue) == "known1":
+            return
+    raise AssertionError("it starves")
+
+
+def test_accounts_of_passing_tenants_are_forgotten():
+    """Each is a request, served and gone; what it costs to charge one stays what it was."""
+    queue = WaitingQueue(ageing=1e9)
+    for i in range(30_000):
+        fill(queue, sequence(f"{i}", 0, f"tenant{i}"))
+        take(queue)
+    assert len(queue._service) <= 2 * MOST_ACCOUNTS
+
+
 def test_what_left_leaves_nothing_behind():
     queue = WaitingQueue(ageing=1e9)
     stays = sequence("stays")
@@ -130,7 +168,7 @@ def test_what_left_leaves_nothing_behind():
         queue.remove(passing)
     queue.check_invariants()
     (level,) = queue._levels.values()
-    assert len(level.entries) < 200 and len(level.tenants) < 200 and len(level.turns) < 200
+    assert len(level.entries) < 200 and len(level.lines) < 200 and len(level.turns) < 200
     assert len(queue._service) <= 8192 and take(queue) == "stays"
 
 
@@ -153,6 +191,15 @@ def take_unchecked(queue: WaitingQueue) -> None:
     head = queue.head()
     queue.remove(head)
     queue.charge(head, 4)
+
+
+def rose(each: Sequence) -> bool:
+    return each.level < each.request.scheduling.priority
+
+
+def line_of(each: Sequence) -> str | None:
+    """Those that rose are one line, whoever they are of."""
+    return None if rose(each) else each.tenant
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -185,14 +232,14 @@ class QueueMachine(RuleBasedStateMachine):
             return
         peers = [s for s in self.waiting if s.level == head.level]
         assert head.level == min(s.level for s in self.waiting)
-        back = [s for s in peers if s.preempted]
+        back = [s for s in peers if s.preempted and not rose(s)]
         if back:
             assert head is min(back, key=lambda s: s.order)
         else:
-            own = [s for s in peers if s.tenant == head.tenant]
+            own = [s for s in peers if line_of(s) == line_of(head)]
             assert head is min(own, key=lambda s: s.order)
-            served = {s.tenant: self.queue.service(s.tenant) for s in peers}
-            assert served[head.tenant] == min(served.values())
+            served = {line_of(s): self.queue.service(s) for s in peers}
+            assert served[line_of(head)] == min(served.values())
         self.queue.remove(head)
         self.queue.charge(head, len(head.tokens))
         self.waiting.remove(head)
