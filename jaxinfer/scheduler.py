@@ -112,11 +112,11 @@ class Scheduler:
         """End a sequence. Its slot is free now, its pages once no step can write them."""
         sequence.finished = True
         del self.by_id[sequence.request.id]
-        self._ends += 1
         if sequence.slot == NO_SLOT:
             self.waiting.remove(sequence)
             self.pages.forget_host(sequence)
             return
+        self._ends += 1
         if failed:
             self.pages.withdraw(sequence)
         self.running.remove(sequence)
@@ -126,6 +126,8 @@ class Scheduler:
         """A step was read: pages that only it or earlier ones could write come back."""
         self._read = plan
         self.pages.retire(plan.number)
+        if not self.by_id:
+            self._last_plan = None  # the time until somebody comes is no step's
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -184,19 +186,17 @@ class Scheduler:
             return
         while self.running and self.running[-1].level > head.level:
             urgent = self.waiting.more_urgent(self.running[-1].level)
-            if len(self._free_slots) >= min(urgent, MAX_PIECES):
+            enough = len(self._free_slots) >= min(urgent, MAX_PIECES)
+            if enough and not self._class_is_full(head):
                 break
             self._preempt(self.running[-1], now)
-        found = self.pages.lookup(head)
-        short = self.pages.lacking(self._pages_for(head), found, 0.0)
-        victims = [s for s in self.running if s.level > head.level]
+        needed, found = self._pages_for(head), self._found_for(head)
+        short = self.pages.lacking(needed, found, self._reserve(head))
+        victims = [s for s in reversed(self.running) if s.level > head.level]
         if short <= 0 or self.pages.releases_pending:
             return
-        if sum(map(self.pages.releasable, victims)) < short:
-            return  # it would not help: they keep what they have
-        while short > 0:
-            short -= self.pages.releasable(self.running[-1])
-            self._preempt(self.running[-1], now)
+        for victim in victims[: self.pages.how_many_give(victims, short)]:
+            self._preempt(victim, now)
 
     def _plan_decodes(self, plan: StepPlan, now: float) -> None:
         """All that can decode, most urgent first: only those not yet planned may lose pages."""
@@ -278,7 +278,7 @@ class Scheduler:
         if sequence.num_in_flight or not self._free_slots:
             return False  # preempted a moment ago, its last token is not known yet; or no room
         if self.policy.separate_phases and not sequence.host_pages:
-            _start_again(sequence)
+            sequence.start_again()
         needed, found = self._pages_for(sequence), self._found_for(sequence)
         if not self._may_run(sequence, needed, found):
             return False
@@ -308,16 +308,28 @@ class Scheduler:
 
     def _may_run(self, sequence: Sequence, needed: int, found: list[list[int]]) -> bool:
         """Whether there are pages for it beside what is kept free for others."""
+        if self._class_is_full(sequence):
+            return False
+        return self.pages.lacking(needed, found, self._reserve(sequence)) <= 0
+
+    def _reserve(self, sequence: Sequence) -> float:
+        """The part of the pool that stays free for others. Who is more urgent than somebody that
+        runs has those pages to grow into."""
         if not self.running:
-            return self.pages.lacking(needed, found, 0.0) <= 0
-        reserved = self.policy.watermark + self.thrash.extra
+            return 0.0
+        first = self.running[-1].level > sequence.level
+        reserved = 0.0 if first else self.policy.watermark + self.thrash.extra
         if sequence.level >= self.policy.batch_priority:
             reserved += self.policy.interactive_reserve
-            slots = self.limits.num_slots * (1 - self.policy.interactive_reserve)
-            batch = bisect.bisect_left(self.running, self.policy.batch_priority, key=_level)
-            if len(self.running) - batch >= max(1, int(slots)):
-                return False
-        return self.pages.lacking(needed, found, min(reserved, 0.9)) <= 0
+        return min(reserved, 0.9)
+
+    def _class_is_full(self, sequence: Sequence) -> bool:
+        """Whether the batch class, if the sequence is of it, has all the slots that it may have."""
+        if sequence.level < self.policy.batch_priority:
+            return False
+        most = int(self.limits.num_slots * (1 - self.policy.interactive_reserve))
+        others = bisect.bisect_left(self.running, self.policy.batch_priority, key=lambda s: s.level)
+        return len(self.running) - others >= max(1, most)
 
     def _count_hits(self, sequence: Sequence) -> None:
         sequence.cached_tokens = sequence.num_computed_tokens
@@ -383,14 +395,3 @@ class Scheduler:
 
 def _urgency(sequence: Sequence) -> tuple[int, int]:
     return sequence.level, sequence.admission
-
-
-def _level(sequence: Sequence) -> int:
-    return sequence.level
-
-
-def _start_again(sequence: Sequence) -> None:
-    """Back to the prompt: the same outputs will come, and are known already."""
-    if len(sequence.tokens) > sequence.prompt_len:
-        sequence.replay = [*sequence.replay, *reversed(sequence.tokens[sequence.prompt_len :])]
-        del sequence.tokens[sequence.prompt_len :]

@@ -85,3 +85,9 @@ class Sequence:
     def decodes(self) -> bool:
         """Whether the next step may compute one more token."""
         return not self.prefilling and len(self.tokens) + self.num_in_flight < self.most_tokens
+
+    def start_again(self) -> None:
+        """Back to the prompt: the same outputs will come, and are known already."""
+        if len(self.tokens) > self.prompt_len:
+            self.replay = [*self.replay, *reversed(self.tokens[self.prompt_len :])]
+            del self.tokens[self.prompt_len :]

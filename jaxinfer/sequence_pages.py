@@ -12,6 +12,7 @@ cache has of a beginning is of use to them if it has the window's end of it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from jaxinfer.page_allocator import NULL_PAGE, PageAllocator
 from jaxinfer.prefix_cache import PrefixCache, extend_keys
@@ -170,12 +171,23 @@ class SequencePages:
         for cache, group in zip(self.caches, pages):
             cache.allocator.release(present(group))
 
-    def releasable(self, sequence: Sequence) -> int:
-        """Pages that would be available without this sequence, in the group with the fewest."""
-        return min(
-            sum(allocator.holders(page) == 1 for page in present(pages))
-            for allocator, pages in zip(self.allocators, sequence.pages)
-        )
+    def how_many_give(self, sequences: list[Sequence], wanted: int) -> int:
+        """How many of these, from the first, must go for `wanted` pages to be available in every
+        group; 0: all of them would not do. A page that they share comes with the last of them."""
+        most = (sum(len(s.pages[g]) for s in sequences) for g in range(len(self.caches)))
+        if min(most) < wanted:
+            return 0
+        holders = [Counter[int]() for _ in self.caches]
+        given = [0] * len(self.caches)
+        for number, sequence in enumerate(sequences, 1):
+            for group, allocator in enumerate(self.allocators):
+                counts = holders[group]
+                for page in present(sequence.pages[group]):
+                    counts[page] += 1
+                    given[group] += counts[page] == allocator.holders(page)
+            if min(given) >= wanted:
+                return number
+        return 0
 
     # -- host memory -------------------------------------------------------------------------------
 

@@ -1,0 +1,109 @@
+"""Who is more urgent gets the slots and pages of who is less, whatever is kept free for others."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import Harness, scheduler_limits
+
+from jaxinfer.policy import SchedulerPolicy
+from jaxinfer.request import Scheduling
+
+LOW, HIGH = Scheduling(priority=5), Scheduling(priority=0)
+
+
+def harness(pages: int, overlap: bool = True, slots: int = 8, **policy: object) -> Harness:
+    limits = scheduler_limits(slots, 16, 4, (pages,))
+    return Harness(limits, 200, overlap, SchedulerPolicy(**policy))
+
+
+def steps_to_first_token(run: Harness, name: str) -> int:
+    for steps in range(200):
+        if run.outputs[name]:
+            return steps
+        run.step()
+    raise AssertionError("it starves")
+
+
+def test_what_is_kept_free_after_thrash_does_not_hold_back_the_urgent():
+    run = harness(101)
+    for i in range(4):
+        run.submit([i] * 48, 40, scheduling=LOW)
+    for _ in range(20):
+        run.step()
+    run.scheduler.thrash.extra = 0.5
+    urgent = run.submit([9] * 20, 4, scheduling=HIGH)
+    assert steps_to_first_token(run, urgent) <= 4
+    run.drain()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_pages_that_only_the_less_urgent_share_are_theirs_to_give(overlap):
+    """Four samples of one prompt hold all pages, most of them together."""
+    run = harness(17, overlap, prefix_cache=False)
+    for _ in range(4):
+        run.submit([1] * 40, 20, scheduling=LOW, group="g")
+    for _ in range(6):
+        run.step()
+    assert run.scheduler.pages.how_many_give(run.scheduler.running[:1], 8) == 0
+    urgent = run.submit([9] * 48, 4, scheduling=HIGH)
+    assert steps_to_first_token(run, urgent) <= 7
+    assert not run.ends, "nobody had to end for it"
+    run.drain()
+
+
+def test_pages_that_the_urgent_share_too_are_nobodys_to_give():
+    run = harness(17)
+    run.submit([1] * 40, 20, scheduling=HIGH)
+    run.step()
+    low = run.submit([1] * 41, 10, scheduling=LOW)
+    for _ in range(4):
+        run.step()
+    large = run.submit([9] * 40, 4, scheduling=HIGH)
+    run.step()
+    assert run.scheduler.by_id[low].slot >= 0 and run.engine.counters.preemptions == 0
+    run.drain()
+    assert large in run.ends
+
+
+def test_within_the_batch_class_the_more_urgent_go_first_too():
+    run = harness(101, interactive_reserve=0.25)
+    for i in range(8):
+        run.submit([i] * 4, 50, scheduling=Scheduling(priority=2))
+    for _ in range(8):
+        run.step()
+    assert len(run.scheduler.running) == 6
+    urgent = run.submit([9] * 8, 4, scheduling=Scheduling(priority=1))
+    assert steps_to_first_token(run, urgent) <= 3
+    assert len(run.scheduler.running) == 6
+    run.drain()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_pause_is_no_steps_time(overlap):
+    """Ten minutes without a request say nothing of how long a step takes."""
+    run = harness(101, overlap, tpot_target=0.1)
+    for _ in range(3):
+        run.submit([1, 2, 3], 6)
+        while run.engine.has_work:
+            run.step(0.02)
+        run.now += 600
+    run.submit([4] * 6, 20)
+    for _ in range(4):
+        run.step(0.02)
+    pace = run.scheduler.pace
+    assert pace.expect(1, 16, 1) < 0.5
+    assert pace.first_token_in(0, 1) < 10
+
+
+def test_who_leaves_the_queue_frees_no_slot():
+    """A thousand that gave up waiting do not make the next end come sooner."""
+    run = harness(101, slots=1)
+    run.submit([1] * 4, 100)
+    for _ in range(20):
+        run.step()
+    for i in range(50):
+        name = run.submit([2, i % 40], 4)
+        run.step()
+        run.cancel(name)
+    assert run.scheduler.pace.first_token_in(0, 1) == 0.0, "of ends nothing is known"
+    run.drain()
