@@ -76,14 +76,27 @@ class SequencePages:
             cache.match(keys) if window is None else [cache.find(key) for key in keys]
             for cache, window in zip(self.caches, self.windows)
         ]
-        count = len(keys)
-        while count and not all(
-            all(pages[self._first_seen(window, count * self.page_size) : count])
-            for pages, window in zip(known, self.windows)
-        ):
-            count -= 1
+        count = self._longest(known, len(keys))
         firsts = [self._first_seen(window, count * self.page_size) for window in self.windows]
         return [[NULL_PAGE] * first + pages[first:count] for pages, first in zip(known, firsts)]
+
+    def _longest(self, known: list[list[int]], count: int) -> int:
+        """The most leading pages, at most `count`, of which every group has what is seen after."""
+        for pages, window in zip(known, self.windows):
+            if NULL_PAGE in pages[self._first_seen(window, count * self.page_size) : count]:
+                break
+        else:
+            return count
+        missing = [-1] * len(known)  # by group, the last page that it lacks
+        longest = 0
+        for end in range(1, count):
+            for group, pages in enumerate(known):
+                if pages[end - 1] == NULL_PAGE:
+                    missing[group] = end - 1
+            firsts = (self._first_seen(window, end * self.page_size) for window in self.windows)
+            if all(last < first for last, first in zip(missing, firsts)):
+                longest = end
+        return longest
 
     def _first_seen(self, window: int | None, position: int) -> int:
         """Index of the first page that a query at `position` sees."""

@@ -158,7 +158,9 @@ class FakeRunner:
             readings.append(entries[first:])
             assert [entry[0] for entry in entries[first:]] == [*range(first, end)]
         longest = max(readings, key=len)
-        assert all(longest[len(longest) - len(r) :] == r for r in readings), "groups differ"
+        tokens = [[token for _, token, _ in reading] for reading in readings]
+        whole = max(tokens, key=len)
+        assert all(whole[len(whole) - len(t) :] == t for t in tokens), "groups differ"
         if self.separate_phases:
             prompt_len = len(self.request[slot].prompt)
             for position, _, decoded in longest:

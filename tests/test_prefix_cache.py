@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from fakes import GREEDY
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from jaxinfer.page_allocator import CACHED, FREE, USED, OutOfPagesError
 from jaxinfer.prefix_cache import PrefixCache, extend_keys, namespace_key
+from jaxinfer.request import Request
+from jaxinfer.sequence import Sequence
+from jaxinfer.sequence_pages import SequencePages
 
 ROOT = namespace_key("tenant", "")
 
@@ -176,3 +182,30 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
+
+
+def _has(there: list[list[bool]], windows: tuple[int | None, ...], count: int) -> bool:
+    """Whether each group has what a query after `count` pages of two tokens sees."""
+    seen = [0 if w is None else max(0, 2 * count - w + 1) // 2 for w in windows]
+    return all(all(kept[first:count]) for kept, first in zip(there, seen))
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 5), (None, 9, 3), (6,), (7, 2)])
+def test_the_longest_beginning_that_every_window_has_the_end_of(windows):
+    """With random pages missing in each group; compared with trying all lengths."""
+    rng = random.Random(1)
+    for _ in range(60):
+        pages = SequencePages((40,) * len(windows), 2, windows=windows)
+        each = Sequence(Request("r", tuple(range(41)), GREEDY, 1, 0), tokens=[*range(41)], root=b"")
+        assert pages.lookup(each) == [[]] * len(windows), "which makes the keys"
+        there = []
+        for cache in pages.caches:
+            kept = [rng.random() < 0.8 for _ in range(20)]
+            for key, page in zip(each.keys, cache.allocator.allocate(20)):
+                if kept[page - 1]:
+                    cache.publish(key, page)
+            there.append(kept)
+
+        longest = max(count for count in range(21) if _has(there, windows, count))
+        found = pages.lookup(each)
+        assert [len(group) for group in found] == [longest] * len(windows)
