@@ -97,7 +97,7 @@ class Pace:
         """Whether a prompt waited to be computed, and how much of it was in the step planned."""
         self._starved = self._starved + 1 if wanted and not tokens else 0
 
-    def first_token_in(self, tokens_ahead: int, ends_awaited: int) -> float:
+    def first_token_in(self, tokens_ahead: float, ends_awaited: float) -> float:
         """Seconds until a request has its first token, as far as is known: 0 knows nothing.
 
         `tokens_ahead` are prompt tokens to compute until then, its own included; `ends_awaited`

@@ -87,13 +87,14 @@ class Scheduler:
         return sequence
 
     def _check_deadline(self, sequence: Sequence, deadline: float) -> None:
-        level, arrival = sequence.level, sequence.request.arrival
-        ahead = self.waiting.tokens_ahead(level) + sequence.prompt_len
+        arrival = sequence.request.arrival
+        before, ahead = self.waiting.ahead_of(sequence)
+        ahead += sequence.prompt_len
         ahead += sum(s.prefill_target - s.num_computed_tokens for s in self.running)
-        ends = self.waiting.more_urgent(level + 1) + 1 - len(self._free_slots)
-        if self.running and self.running[-1].level > level:
+        ends = before + 1 - len(self._free_slots)
+        if self.running and self.running[-1].level > sequence.level:
             ends = 0  # it takes the slot of somebody less urgent
-        expected = self.pace.first_token_in(ahead, max(0, ends))
+        expected = self.pace.first_token_in(ahead, max(0.0, ends))
         if arrival + expected > deadline:
             raise LateError(
                 f"the first token is expected in {expected:.2f} s, past the deadline in "

@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -41,6 +41,7 @@ class _Level:
     preempted: list[_Entry] = field(default_factory=list)  # heap by order of arrival
     lines: dict[_Line, list[_Entry]] = field(default_factory=dict)  # heaps by order of arrival
     share: float = 0.0  # of all these lines together
+    queued: dict[_Line, tuple[int, int]] = field(default_factory=dict)  # sequences, prompt tokens
     turns: list[tuple[float, _Line]] = field(default_factory=list)  # heap of (service, line)
     entries: deque[_Entry] = field(default_factory=deque)  # in order of entry
 
@@ -80,9 +81,7 @@ class WaitingQueue:
             bisect.insort(self._order, sequence.level)
         sequence.entry = next(self._entries)
         sequence.entered, sequence.preempted = now, preempted
-        level.size += 1
-        level.tokens += sequence.prompt_len
-        self._size += 1
+        self._count(level, sequence, 1)
         self._line_up(level, sequence)
         if len(level.entries) > 2 * level.size + 64:
             self._drop_stale(level)
@@ -115,12 +114,21 @@ class WaitingQueue:
         """Take out a sequence that waits: it was admitted, or ended."""
         sequence.entry = NOT_WAITING
         level = self._levels[sequence.level]
-        level.size -= 1
-        level.tokens -= sequence.prompt_len
-        self._size -= 1
+        self._count(level, sequence, -1)
         if level.size == 0:
             del self._levels[sequence.level]
             self._order.remove(sequence.level)
+
+    def _count(self, level: _Level, sequence: Sequence, one: int) -> None:
+        """One more or one less waits."""
+        tokens, line = one * sequence.prompt_len, _line_of(sequence)
+        level.size += one
+        level.tokens += tokens
+        self._size += one
+        count, before = level.queued.get(line, (0, 0))
+        level.queued[line] = (count + one, before + tokens)
+        if count + one == 0:
+            del level.queued[line]
 
     # -- whose turn it is ------------------------------------------------------------------------
 
@@ -167,9 +175,23 @@ class WaitingQueue:
         """Prompt tokens of all that wait."""
         return sum(level.tokens for level in list(self._levels.values()))
 
-    def tokens_ahead(self, level: int) -> int:
-        """Prompt tokens of those that wait at `level` and above."""
-        return sum(self._levels[number].tokens for number in self._order if number <= level)
+    def ahead_of(self, sequence: Sequence) -> tuple[float, float]:
+        """How many sequences, with how many prompt tokens, go before one that came now.
+
+        Of other lines at its level, as much as their share is while its own line is served.
+        """
+        level, line = self._levels.get(sequence.level), _line_of(sequence)
+        above = self._order[: bisect.bisect_left(self._order, sequence.level)]
+        count = float(sum(self._levels[number].size for number in above))
+        tokens = float(sum(self._levels[number].tokens for number in above))
+        if level is None:
+            return count, tokens
+        own = level.queued.get(line, (0, 0))[1] + sequence.prompt_len
+        for other, (waiting, theirs) in level.queued.items():
+            served = own * self._share(other) / self._share(line)
+            part = 1.0 if other == line else min(1.0, served / theirs)
+            count, tokens = count + part * waiting, tokens + part * theirs
+        return count, tokens
 
     def more_urgent(self, level: int) -> int:
         """How many wait at levels above `level`."""
@@ -214,6 +236,9 @@ class WaitingQueue:
         for number, level in self._levels.items():
             members = level.live()
             assert all(s.level == number for s in members), "a level holds another's"
+            counts = Counter(map(_line_of, members))
+            assert {line: n for line, (n, _) in level.queued.items()} == counts, "counts of lines"
+            assert sum(t for _, t in level.queued.values()) == level.tokens, "tokens of lines"
             lines = [level.preempted, *level.lines.values()]
             lined = [s for line in lines for _, entry, s in line if s.entry == entry]
             assert {id(s) for s in lined} == {id(s) for s in members}, f"lines of level {number}"

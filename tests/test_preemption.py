@@ -1,4 +1,4 @@
-"""Who is more urgent gets the slots and pages of who is less, whatever is kept free for others."""
+"""Who is more urgent gets what who is less urgent has, and what makes a request late or not."""
 
 from __future__ import annotations
 
@@ -106,4 +106,17 @@ def test_who_leaves_the_queue_frees_no_slot():
         run.step()
         run.cancel(name)
     assert run.scheduler.pace.first_token_in(0, 1) == 0.0, "of ends nothing is known"
+    run.drain()
+
+
+def test_a_crowd_of_one_tenant_makes_no_other_tenants_request_late():
+    run = harness(401, slots=4)
+    for i in range(60):
+        run.submit([i % 40] * 60, 10, scheduling=Scheduling(tenant="crowd"))
+    for _ in range(60):
+        run.step(0.05)
+    few = run.submit([7] * 8, 4, timeout=3.0, scheduling=Scheduling(tenant="few"))
+    own = run.submit([7] * 60, 4, timeout=3.0, scheduling=Scheduling(tenant="crowd"))
+    steps_to_first_token(run, few)
+    assert own in run.ends and run.engine.counters.refused == 1
     run.drain()

@@ -119,6 +119,18 @@ def test_a_burst_rises_over_several_steps():
         assert queue.more_urgent(1) == 1 + step * MOST_RISES
 
 
+def test_of_other_tenants_as_much_goes_before_as_their_share():
+    queue = WaitingQueue(ageing=1e9, weights={"double": 2.0})
+    fill(queue, sequence("urgent", -1, tokens=7), sequence("later", 1, tokens=1000))
+    fill(queue, *(sequence(f"{i}", 0, "crowd", 40) for i in range(50)))
+    assert queue.ahead_of(sequence("few", 0, "few", 80)) == (1 + 2, 7 + 80)
+    assert queue.ahead_of(sequence("few", 0, "double", 80)) == (1 + 1, 7 + 40)
+    assert queue.ahead_of(sequence("own", 0, "crowd", 80)) == (1 + 50, 7 + 2000)
+    fill(queue, sequence("few0", 0, "few", 80))
+    assert queue.ahead_of(sequence("few1", 0, "few", 80)) == (1 + 4 + 1, 7 + 160 + 80)
+    assert queue.ahead_of(sequence("top", -2)) == (0, 0)
+
+
 def test_however_many_rose_the_urgent_ones_have_their_turns():
     """A long queue of old requests does not pass every one that comes at a level above."""
     queue = WaitingQueue(ageing=10)
