@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 DTYPES = ("float32", "bfloat16", "float16")
+MOST_RESERVED = 0.9  # fraction of the pool that admission leaves free, all reasons together
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn", "longrope", "divisors"]
 
@@ -220,8 +221,10 @@ class EngineConfig:
                 f"memory_utilization is {self.memory_utilization}; it must be above 0, at most 1"
             )
         for name in ("kv_watermark", "interactive_reserve"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be from 0 to below 1")
+            if not 0 <= getattr(self, name) <= MOST_RESERVED:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it must be from 0 to {MOST_RESERVED}"
+                )
         for name in ("priority_ageing", "tpot_target_ms"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import bisect
 from collections import deque
 
+from jaxinfer.config import MOST_RESERVED
 from jaxinfer.deadlines import Deadlines
 from jaxinfer.load import KEPT_RECORDS, StepRecord
 from jaxinfer.pace import Pace
@@ -322,7 +323,7 @@ class Scheduler:
         reserved = 0.0 if first else self.policy.watermark + self.thrash.extra
         if sequence.level >= self.policy.batch_priority:
             reserved += self.policy.interactive_reserve
-        return min(reserved, 0.9)
+        return min(reserved, MOST_RESERVED)
 
     def _class_is_full(self, sequence: Sequence) -> bool:
         """Whether the batch class, if the sequence is of it, has all the slots that it may have."""

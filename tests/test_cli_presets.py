@@ -88,7 +88,7 @@ def test_the_known_names_of_the_prefix_cache_are_taken(monkeypatch):
         (("--tenant-weight", "a=nan"), "tenant_weights of 'a' is nan"),
         (("--tenant-weight", "a=1", "--tenant-weight", "a=2"), "names 'a' twice"),
         (("--kv-offload-gib", "inf"), "less than or equal to 1048576"),
-        (("--kv-watermark", "1"), "kv_watermark is 1.0; it must be from 0 to below 1"),
+        (("--kv-watermark", "1"), "kv_watermark is 1.0; it must be from 0 to 0.9"),
         (("--priority-ageing", "0"), "priority_ageing is 0.0; it must be above 0"),
         (("--tpot-target-ms", "-1"), "greater than or equal to 0"),
         (("--interactive-reserve", "2"), "interactive_reserve is 2.0"),
@@ -106,3 +106,11 @@ def test_presets_are_valid_and_named():
     assert "max_num_seqs" not in PRESETS["online"]
     with pytest.raises(ValueError, match="'bulk'; choose one of online, batch, mixed"):
         preset_values("bulk")
+
+
+def test_an_option_that_repeats_may_be_single_in_a_file(monkeypatch, tmp_path):
+    file = tmp_path / "serve.yaml"
+    for text in ("tenant-weight: team-a=2", "tenant-weight: [team-a=2]"):
+        file.write_text(text)
+        engine = serve_options(monkeypatch, "--config", file)[1].engine
+        assert engine.tenant_weights == (("team-a", 2.0),)

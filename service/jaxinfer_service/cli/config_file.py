@@ -29,15 +29,17 @@ def read(ctx: typer.Context, path: Path | None) -> Path | None:
         option = "--" + str(key).replace("_", "-")
         if option not in names:
             raise typer.BadParameter(f"{path}: {key}: {_hint(option, names)}")
-        defaults[names[option]] = value
+        parameter = names[option]
+        several = parameter.multiple and not isinstance(value, list)
+        defaults[str(parameter.name)] = [value] if several else value
     ctx.default_map = {**(ctx.default_map or {}), **defaults}
     return path
 
 
-def _options(ctx: typer.Context) -> dict[str, str]:
-    """Option → parameter name, of the command, but for those that make no sense in a file."""
+def _options(ctx: typer.Context) -> dict[str, Any]:
+    """Option → parameter of the command, but for those that make no sense in a file."""
     return {
-        option: str(parameter.name)
+        option: parameter
         for parameter in ctx.command.params
         if parameter.param_type_name == "option" and parameter.name not in ("config_file", "help")
         for option in parameter.opts
