@@ -191,7 +191,7 @@ class Scheduler:
             enough = len(self._free_slots) >= min(urgent, MAX_PIECES)
             if enough and not self._class_is_full(head):
                 break
-            self._preempt(self.running[-1], now)
+            self._preempt(self.running[-1], now, for_pages=False)
         needed, found = self._pages_for(head), self._found_for(head)
         short = self.pages.lacking(needed, found, self._reserve(head))
         victims = [s for s in reversed(self.running) if s.level > head.level]
@@ -364,10 +364,10 @@ class Scheduler:
             tokens = min(tokens, sequence.prompt_len)
         self.pages.publish(sequence, tokens)
 
-    def _preempt(self, sequence: Sequence, now: float) -> None:
+    def _preempt(self, sequence: Sequence, now: float, for_pages: bool = True) -> None:
         """Back to the front of its peers in the queue."""
         self.preemptions += 1
-        if sequence.preempted:
+        if sequence.preempted and for_pages:  # more free pages would not help who lost its slot
             done = len(sequence.tokens) + sequence.num_in_flight - sequence.tokens_then
             self.thrash.preempted_again(done)
         self.running.remove(sequence)

@@ -120,3 +120,18 @@ def test_a_crowd_of_one_tenant_makes_no_other_tenants_request_late():
     steps_to_first_token(run, few)
     assert own in run.ends and run.engine.counters.refused == 1
     run.drain()
+
+
+def test_losing_a_slot_again_and_again_is_no_thrash():
+    """Pages are plenty: keeping more of them free would only run fewer sequences."""
+    run = harness(401, slots=4)
+    for i in range(8):
+        run.submit([i] * 8, 30, scheduling=LOW)
+    for step in range(120):
+        if step % 6 == 0:
+            for _ in range(4):
+                run.submit([9, step % 40], 2, scheduling=HIGH)
+        run.step()
+    assert run.engine.counters.preemptions > 10
+    assert run.engine.counters.thrashes == 0 and run.scheduler.thrash.extra == 0.0
+    run.drain()
