@@ -55,6 +55,7 @@ class Setup:
     deterministic: bool = False
     differs: bool = False  # some programs disagree: determinism is "fixed"
     host_pages: int = 0  # of preempted sequences
+    prefix_cache: bool = True
 
     def config(self, overlap: bool = True) -> EngineConfig:
         page_bytes = kv_groups(TINY, 1, self.page_size, self.kv_dtype or self.dtype)[0].page_bytes
@@ -69,6 +70,7 @@ class Setup:
             overlap=overlap,
             deterministic=self.deterministic,
             kv_offload_bytes=self.host_pages * page_bytes,
+            prefix_cache=self.prefix_cache,
         )
 
 
