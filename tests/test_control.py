@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from jaxinfer_service import control, version
 from jaxinfer_service.client import AsyncClient, violations
-from jaxinfer_service.control import MAX_STEPS, page_map, steps_after
+from jaxinfer_service.control import MAX_STEPS, MAX_WATCHERS, page_map, steps_after
 from jaxinfer_service.model import OpenedModel
 from jaxinfer_service.pb.jaxinfer.v1 import control_pb2 as pb
 from jaxinfer_service.server import Server, ServerConfig
@@ -182,6 +182,19 @@ async def test_the_first_message_has_the_steps_of_its_interval_and_no_message_to
         assert first.time < message.load.time - 1.9
         early = await anext(aiter(await watch(client, interval=1)))
         assert not early.steps and not early.steps_left_out
+
+
+@in_loop
+async def test_so_many_may_watch_at_once():
+    async with serving(ScriptedEngine()) as (_, client):
+        calls = [await watch(client) for _ in range(MAX_WATCHERS)]
+        for call in calls:
+            await anext(aiter(call))
+        error = await refused(anext(aiter(await watch(client))))
+        assert error.code() is Code.RESOURCE_EXHAUSTED and "8 callers watch" in error.details()
+        calls[0].cancel()
+        await asyncio.sleep(0.05)
+        await anext(aiter(await watch(client)))
 
 
 @in_loop

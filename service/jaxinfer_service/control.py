@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.message import Message
 
 from jaxinfer.load import Load, Percentiles, StepRecord
-from jaxinfer.request import Counters, EngineStoppedError
+from jaxinfer.request import Counters, EngineStoppedError, QueueFullError
 from jaxinfer.validation import Violations
 from jaxinfer_service import status, version
 from jaxinfer_service.handlers import Context, streaming, unary
@@ -23,6 +23,7 @@ SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Control"].full_name
 INTERVAL, MIN_INTERVAL, MAX_INTERVAL = 1.0, 0.1, 60.0  # seconds between messages of WatchLoad
 MAP_CELLS, MAX_MAP_CELLS = 256, 4096
 MAX_STEPS = 1000  # step records of one message
+MAX_WATCHERS = 8  # each takes some milliseconds of the event loop at every interval
 
 _COUNTERS = tuple(pb.Counters.DESCRIPTOR.fields_by_name)
 
@@ -33,6 +34,7 @@ class ControlService:
     def __init__(self) -> None:
         self.served: ServedModel | None = None
         self._closed = asyncio.Event()
+        self._watchers = 0
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What a server registers."""
@@ -87,6 +89,21 @@ class ControlService:
         found.number("interval", interval, MIN_INTERVAL, MAX_INTERVAL)
         found.integer("map_cells", cells, 0, MAX_MAP_CELLS)
         found.raise_if_any()
+        if self._watchers == MAX_WATCHERS:
+            raise QueueFullError(
+                f"{MAX_WATCHERS} callers watch already, which is the limit; call Load instead, or "
+                "retry once one has left",
+                interval,
+            )
+        self._watchers += 1
+        try:
+            await self._watch(model, interval, cells, context)
+        finally:
+            self._watchers -= 1
+
+    async def _watch(
+        self, model: ServedModel, interval: float, cells: int, context: Context
+    ) -> None:
         last = _last_before(model, interval)
         while not self._closed.is_set():
             message = _load_since(model, last, cells)

@@ -75,7 +75,7 @@ class ControlServicer(object):
 
     def WatchLoad(self, request, context):
         """The load at once and then at every interval, until the caller leaves, with what the scheduler
-        decided in between.
+        decided in between. At most 8 callers watch at once; RESOURCE_EXHAUSTED for more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
