@@ -222,7 +222,7 @@ class Engine:
         return self.scheduler.records
 
     def page_states(self) -> list[bytes]:
-        """By KV group, one byte a page: 0 free, 1 used, 2 cached."""
+        """By KV group, one byte a page but the null page: 0 free, 1 used, 2 cached."""
         return [allocator.states() for allocator in self.scheduler.allocators]
 
     def load(self) -> Load:

@@ -112,13 +112,13 @@ class PageAllocator:
             self._free.append(page)
 
     def states(self) -> bytes:
-        """One byte a page: FREE, USED or CACHED; the null page is USED."""
+        """One byte a page but the null page: FREE, USED or CACHED."""
         states = bytearray([USED]) * self.num_pages
         for page in self._free.copy():
             states[page] = FREE
         for page in self._idle.copy():
             states[page] = CACHED
-        return bytes(states)
+        return bytes(states[NULL_PAGE + 1 :])
 
     def holders(self, page: int) -> int:
         return self._holders[page]

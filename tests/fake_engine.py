@@ -127,11 +127,11 @@ class ScriptedEngine:
 
     def page_states(self) -> list[bytes]:
         used = min(len(self.running), PAGES - 2)
-        return [bytes([1] * (1 + used) + [0] * (PAGES - 2 - used) + [2])]
+        return [bytes([1] * used + [0] * (PAGES - 2 - used) + [2])]
 
     def _pages(self) -> tuple[int, int, int]:
         (states,) = self.page_states()
-        return states.count(0), states.count(2), states.count(1) - 1
+        return states.count(0), states.count(2), states.count(1)
 
     def has_request(self, request_id: str) -> bool:
         return request_id in self.running or any(r.id == request_id for r in self.waiting)

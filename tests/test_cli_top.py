@@ -124,7 +124,7 @@ def test_once_prints_one_frame_of_a_server_at_work():
     assert lines["server"].startswith(f"fake at {address}, up ")
     assert lines["slots"] == "2 of 2 used" and lines["queue"] == "1 waiting, 3 prompt tokens"
     assert "2 used #, 1 cached +, 5 free ., of 8 with 16 tokens" in lines["KV"]
-    assert "          ###.....+" in done.stdout.splitlines()
+    assert "          ##.....+" in done.stdout.splitlines()
     prefill, decode = (int(part.split()[0]) for part in lines["tokens/s"].split(", ")[:2])
     assert prefill == 0 and 20 < decode <= 2 / 0.005
     assert lines["requests"] == "3 received, 0 finished, 0 aborted, 0 refused"

@@ -159,7 +159,7 @@ async def test_watching_brings_every_step_once_in_order():
         assert seen[0].pages.used + seen[0].pages.cached + seen[0].pages.free == 8
         assert all(later - earlier > 0.08 for earlier, later in itertools.pairwise(times))
         assert all(times[0] - 0.2 < s.time <= times[-1] for s in seen)
-        assert {m.pages for m in maps} == {9} and {len(m.cells) for m in maps} == {3}
+        assert {m.pages for m in maps} == {8} and {len(m.cells) for m in maps} == {4}
         no_map = await watch(client, map_cells=0)
         assert len((await anext(aiter(no_map))).page_maps) == 0
         no_map.cancel()
