@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pty
 import signal
@@ -15,7 +16,8 @@ from fake_engine import ScriptedEngine, forever, limits, says
 from jaxinfer_service.cli.top import _frames, duration, frame
 from jaxinfer_service.client import Client
 from jaxinfer_service.pb.jaxinfer.v1 import control_pb2 as pb
-from serving import server_thread
+from jaxinfer_service.server import Server, ServerConfig
+from serving import in_loop, opened, server_thread, until
 from test_cli import ENVIRONMENT, in_process
 from test_cli_serve import Screen
 
@@ -67,6 +69,12 @@ def test_a_frame_fits_its_width_and_wraps_the_map():
     assert max(map(len, lines)) <= 40
     at = next(i for i, line in enumerate(lines) if line.startswith("KV pages"))
     assert lines[at + 1] == " " * 10 + "##+++" + "." * 25 and lines[at + 2] == " " * 10 + "." * 20
+    assert [line.strip() for line in lines[1:5]] == [
+        "jaxinfer 1.2, float32, preset",
+        "mixed, 512 tokens a sequence,",
+        "chunks of 64, deterministic",
+        "(fixed)",
+    ]
     many = update()
     many.load.slots, many.load.running = 1000, 1
     assert f"{' ' * 10}#{'.' * 29}" in frame("s", INFO, many, 2.0, 40)  # one is seen, too
@@ -179,6 +187,22 @@ def test_on_a_terminal_a_frame_takes_the_place_of_the_one_before():
             process.kill()
             process.wait()
             os.close(terminal)
+
+
+@in_loop
+async def test_a_server_without_a_model_yet_is_no_missing_server():
+    leave = threading.Event()
+    server = Server(ServerConfig(port=0), lambda: leave.wait(60) and opened(ScriptedEngine()))
+    task = asyncio.create_task(server.run(on_signals=False))
+    await until(lambda: server.port)
+    address = f"127.0.0.1:{server.port}"
+    done = await asyncio.to_thread(in_process, "top", "--server", address, "--once")
+    server.shut_down()
+    leave.set()
+    await task
+    assert done.returncode == 1 and done.stdout == ""
+    why = "has nothing to show (UNAVAILABLE: the server is loading its model)"
+    assert done.stderr.splitlines() == [f"jaxinfer: {address} {why}"]
 
 
 def test_without_a_server_it_is_one_line():

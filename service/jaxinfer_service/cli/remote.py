@@ -33,6 +33,17 @@ def no_answer(client: Client, error: Any) -> NoReturn:
     console.fail(f"no server answers at {client.target} ({said(error)}); {hint}")
 
 
+def nothing_to_show(client: Client, error: Any) -> NoReturn:
+    """End the command: the server, if there is one, does not answer this call."""
+    import grpc
+
+    try:
+        client.is_serving(5.0)
+    except grpc.RpcError:
+        no_answer(client, error)
+    console.fail(f"{client.target} has nothing to show ({said(error)})")
+
+
 def gone(client: Client, error: Any) -> NoReturn:
     """End the command: the server answers no more."""
     console.fail(f"{client.target} answers no more ({said(error)})")

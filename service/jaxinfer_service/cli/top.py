@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,7 +43,7 @@ def top(
         try:
             info = client.control.ServerInfo(pb.ServerInfoRequest(), timeout=CALL_SECONDS)
         except grpc.RpcError as error:
-            remote.no_answer(client, error)
+            remote.nothing_to_show(client, error)
         request = pb.WatchLoadRequest(interval=interval, map_cells=cells)
         updates: Any = client.control.WatchLoad(request)
         try:
@@ -105,7 +106,7 @@ def frame(
     bar = _bar(load.running, load.slots, width - _LABEL)
     rows = [
         ("server", f"{', '.join(info.model_names)} at {server}, up {duration(load.time)}"),
-        ("", _how(info)),
+        *(("", line) for line in _how(info, width - _LABEL)),
         ("slots", f"{load.running} of {load.slots} used"),
         ("", bar),
         ("queue", f"{load.waiting} waiting, {load.waiting_tokens} prompt tokens"),
@@ -124,8 +125,8 @@ def frame(
     return [f"{label:<{_LABEL}}{text}"[:width].rstrip() for label, text in rows]
 
 
-def _how(info: pb.ServerInfoResponse) -> str:
-    """How it is served, in a few words."""
+def _how(info: pb.ServerInfoResponse, width: int) -> list[str]:
+    """How it is served, in a few words, in lines of this width."""
     parts = [
         f"jaxinfer {info.version}".strip(),
         info.dtype,
@@ -134,7 +135,7 @@ def _how(info: pb.ServerInfoResponse) -> str:
         f"chunks of {info.chunk_tokens}",
         f"deterministic ({info.determinism})" if info.deterministic else "",
     ]
-    return ", ".join(filter(None, parts))
+    return textwrap.wrap(", ".join(filter(None, parts)), width)
 
 
 def _page_rows(update: pb.WatchLoadResponse, width: int) -> Iterator[tuple[str, str]]:
