@@ -27,6 +27,7 @@ from jaxinfer.prefix_cache import namespace_key
 from jaxinfer.request import LateError, Request
 from jaxinfer.sequence import NO_SLOT, Sequence
 from jaxinfer.sequence_pages import PageMove, SequencePages
+from jaxinfer.sizes import seconds_text
 from jaxinfer.step_plan import MAX_PIECES, Piece, StepPlan
 from jaxinfer.waiting_queue import WaitingQueue
 
@@ -98,8 +99,8 @@ class Scheduler:
         expected = self.pace.first_token_in(ahead, max(0.0, ends))
         if arrival + expected > deadline:
             raise LateError(
-                f"the first token is expected in {expected:.2f} s, past the deadline in "
-                f"{deadline - arrival:.2f} s; give more time or retry when the load is lower"
+                f"the first token is expected in {seconds_text(expected)}, past the deadline in "
+                f"{seconds_text(deadline - arrival)}; give more time or retry when load is lower"
             )
 
     def append(self, sequence: Sequence, token: int) -> None:

@@ -15,7 +15,7 @@ from jaxinfer.kv_pool import host_pages_for, kv_groups, pages_for, pages_that_fi
 from jaxinfer.memory_plan import CPU_POOL_BYTES, MemoryPlanError, plan_memory, workspace_bytes
 from jaxinfer.page_transfer import BATCH, MOST_BATCHES
 from jaxinfer.platform import allocator_fraction
-from jaxinfer.sizes import size_text
+from jaxinfer.sizes import seconds_text, size_text
 
 GIB = 1 << 30
 MODEL = ModelConfig("llama", 32_000, 2048, 5632, 16, 16, 4, 128, max_position=4096)
@@ -111,6 +111,8 @@ def test_small_and_negative_sizes_are_said_in_their_own_units():
         plan(dataclasses.replace(CONFIG, kv_pool_bytes=7 << 19), weights=90 * GIB)
     said = [size_text(n) for n in (0, 1023, 1 << 10, 1536, 5 << 20, 3 << 30, -(3 << 30))]
     assert said == ["0 B", "1023 B", "1 KiB", "1.5 KiB", "5 MiB", "3.00 GiB", "-3.00 GiB"]
+    said = [seconds_text(s) for s in (0.0015, 0.5, 1, 27.414)]
+    assert said == ["1.5 ms", "500.0 ms", "1.00 s", "27.41 s"]
 
 
 @given(
