@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
-from tiny_checkpoint import hf_config, hf_folder, write_gguf
+from tiny_checkpoint import ORACLE, hf_config, hf_folder, write_gguf, write_tokenizer
 
 from jaxinfer.checkpoints import CheckpointError, convert, describe, inspect_checkpoint
 from jaxinfer.config import ModelConfig, RopeConfig
@@ -195,7 +196,23 @@ def test_what_fits_on_a_device(tmp_path: Path) -> None:
 
     gib = (weights + 200 * token) / (1 << 30)
     assert "200 tokens of KV: 3 at full length" in shown(gib)
-    assert "does not fit" in shown(weights / (1 << 31))
+    assert "does not fit" in shown(weights / (1 << 31)) and "experts" not in shown(gib)
     assert "its own" in shown(1) and "tied" not in shown(1)
     tied = dataclasses.replace(info, config=dataclasses.replace(info.config, tie_embeddings=True))
     assert tied.weight_bytes("bfloat16") == weights - 96 * 32 * 2
+
+
+@pytest.mark.parametrize(
+    ("family", "experts"),
+    [
+        ("qwen2_moe", "2 of 4 a token, MLP 32, beside one of MLP 48, in 1 of 2 layers"),
+        ("qwen3_moe", "3 of 8 a token, MLP 16"),
+    ],
+)
+def test_what_experts_there_are(tmp_path: Path, family: str, experts: str) -> None:
+    folder = shutil.copytree(ORACLE.parent / family, tmp_path / family)
+    write_tokenizer(folder)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(describe(inspect_checkpoint(folder)))
+    (row,) = [line for line in console.export_text().splitlines() if line.startswith("│ experts")]
+    assert row.strip("│ ").split("│")[1].strip() == experts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,7 @@ def describe(info: CheckpointInfo, device_gib: float | None = None) -> Table:
         ("family", c.family),
         ("parameters", f"{info.parameters:,}"),
         ("layers", f"{c.num_layers} of width {c.hidden_size}, MLP {c.intermediate_size}"),
+        *_experts(c),
         ("heads", heads),
         ("head of the vocabulary", "tied to the embedding" if c.tie_embeddings else "its own"),
         ("stored", f"{size_text(info.stored_bytes)}: {stored}"),
@@ -141,10 +143,21 @@ def describe(info: CheckpointInfo, device_gib: float | None = None) -> Table:
     return table
 
 
+def _experts(config: ModelConfig) -> Iterator[tuple[str, str]]:
+    moe = config.moe
+    if moe is None:
+        return
+    layers = sum(config.kind(i).moe for i in range(config.num_layers))
+    shared = f", beside one of MLP {moe.shared_size}" if moe.shared_size else ""
+    where = "" if layers == config.num_layers else f", in {layers} of {config.num_layers} layers"
+    text = f"{moe.top_k} of {moe.num_experts} a token, MLP {moe.intermediate_size}{shared}{where}"
+    yield "experts", text
+
+
 def _fit(info: CheckpointInfo, device_gib: float, dtype: str) -> str:
     memory, weights = int(device_gib * GIB), info.weight_bytes(dtype)
     if weights > memory:
         return f"does not fit: the weights alone are {size_text(weights)}"
     tokens = info.kv_tokens_within(memory, dtype)
     full = tokens // info.config.max_position
-    return f"weights {size_text(weights)}, then {tokens:,} tokens of KV: {full} at full length"
+    return f"weights {size_text(weights)}, then {tokens:,} tokens of KV: {full:,} at full length"

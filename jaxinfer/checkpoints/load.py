@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,9 @@ def resolve_model(name_or_path: str | Path) -> Path:
     path = Path(name_or_path).expanduser()
     kinds = "an Orbax folder of ours, a Hugging Face folder, a .gguf file, or `demo`"
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist; MODEL is {kinds}")
+        hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name_or_path))
+        hint = f"; from the Hugging Face Hub: hf download {path} --local-dir FOLDER" if hub else ""
+        raise CheckpointError(f"{path} does not exist; MODEL is {kinds}{hint}")
     if path.is_file():
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path} is a file but no .gguf file; MODEL is {kinds}")
