@@ -122,11 +122,14 @@ HF_DEFECTS: dict[str, tuple[Defect, list[str]]] = {
     "no family": (config(model_type="(absent)"), ["config.json has no model_type"]),
     "classifier": (config(architectures=["LlamaForSequenceClassification"]), ["ForCausalLM"]),
     "quantised": (config(quantization_config={"quant_method": "gptq"}), ["'gptq'"]),
-    "biased attention": (config(attention_bias=True), ["attention_bias = True"]),
+    "biases that are not there": (
+        config(attention_bias=True),
+        ["self_attn.q_proj.bias", "missing"],
+    ),
     "other activation": (config(hidden_act="gelu"), ["hidden_act = 'gelu'"]),
     "unknown rope": (
-        config(rope_parameters=ROPE | {"rope_type": "longrope"}),
-        ["config.json", "rope_type 'longrope'", "yarn"],
+        config(rope_parameters=ROPE | {"rope_type": "spiral"}),
+        ["config.json", "rope_type 'spiral'", "yarn"],
     ),
     "unknown rope key": (
         config(rope_parameters=ROPE | {"rope_type": "linear", "factor": 2, "twist": 1}),
@@ -142,7 +145,7 @@ HF_DEFECTS: dict[str, tuple[Defect, list[str]]] = {
     ),
     "zero theta": (config(rope_parameters={"rope_theta": -1.0}), ["RoPE theta = -1.0"]),
     "no epsilon": (config(rms_norm_eps=None), ["rms_norm_eps = None"]),
-    "partial rope": (config(rope_parameters=ROPE | {"partial_rotary_factor": 0.5}), ["= 0.5"]),
+    "odd rope": (config(rope_parameters=ROPE | {"partial_rotary_factor": 0.2}), ["3 of 16"]),
     "rope by layer": (config(rope_parameters={"full": ROPE, "local": ROPE}), ["full, local"]),
     "tied, yet another head": (
         config(tie_word_embeddings=True),

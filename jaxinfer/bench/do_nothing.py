@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.checkpoints import GenerationDefaults, LoadedModel
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.models import FAMILIES, llama
 from jaxinfer.models.base import Attend, Family, LayerContext
 from jaxinfer.params import Tree, init_params
@@ -58,6 +58,7 @@ class _DoNothing:
         self,
         params: Tree,
         c: ModelConfig,
+        kind: LayerKind,
         x: Float[Array, "T D"],
         context: LayerContext,
         attend: Attend,

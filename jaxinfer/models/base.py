@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -40,8 +39,13 @@ def require(family: str, hf: dict[str, Any], **allowed: tuple[Any, ...]) -> None
             raise ValueError(f"{family}: {key} = {hf[key]!r} is not supported (only {known})")
 
 
-def dense_config(family: str, hf: dict[str, Any], rope: Any, **features: Any) -> ModelConfig:
-    """The sizes that all config.json files name alike, and a family's `features`."""
+def dense_config(
+    family: str, hf: dict[str, Any], rope: Any, rotary_part: float = 1.0, **features: Any
+) -> ModelConfig:
+    """The sizes that all config.json files name alike, and a family's `features`.
+
+    `rotary_part` is how much of a head rotates if the file does not say.
+    """
     heads = hf["num_attention_heads"]
     sizes = {
         "vocab_size": hf["vocab_size"],
@@ -55,15 +59,11 @@ def dense_config(family: str, hf: dict[str, Any], rope: Any, **features: Any) ->
         "rms_norm_eps": hf["rms_norm_eps"],
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
     }
+    given = hf.get("partial_rotary_factor", rotary_part)
+    part = (hf.get("rope_parameters") or {}).get("partial_rotary_factor", given)
+    if part not in (1, None):
+        sizes["rotary_dim"] = int(sizes["head_dim"] * part)
     return ModelConfig(family=family, rope=rope, **{**sizes, **features})
-
-
-def with_rotary_part(config: ModelConfig, hf: dict[str, Any], default: float = 1.0) -> ModelConfig:
-    """The config of a model of whose heads only a leading part rotates."""
-    rope = hf.get("rope_parameters") or {}
-    part = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", default))
-    size = int(config.head_dim * part)
-    return config if size == config.head_dim else dataclasses.replace(config, rotary_dim=size)
 
 
 def layer_types(hf: dict[str, Any], default: Callable[[int], bool]) -> list[bool]:

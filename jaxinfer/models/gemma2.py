@@ -27,7 +27,7 @@ NORMS = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
 }
-SHARED = {"norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh"}
+SHARED: dict[str, Any] = {"norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh"}
 
 
 def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import decoder_params
-from jaxinfer.models.base import HfSource, dense_config, require, with_rotary_part
+from jaxinfer.models.base import HfSource, dense_config, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import param_specs
 
@@ -33,8 +33,8 @@ def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
     """See `Family`."""
     require("glm4", hf, hidden_act=("silu",))
     bias = bool(hf.get("attention_bias"))
-    features = {"qkv_bias": bias, "norms": "both", "rope_pairs": "neighbours"}
-    return with_rotary_part(dense_config("glm4", hf, rope, **features), hf, 0.5)
+    features: dict[str, Any] = {"qkv_bias": bias, "norms": "both", "rope_pairs": "neighbours"}
+    return dense_config("glm4", hf, rope, rotary_part=0.5, **features)
 
 
 def hf_sources(c: ModelConfig) -> dict[str, HfSource]:

@@ -25,7 +25,11 @@ __all__ = [
 
 def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
     """See `Family`."""
-    require("llama", hf, hidden_act=("silu",), partial_rotary_factor=(1.0, None))
+    require("llama", hf, hidden_act=("silu",))
     bias = bool(hf.get("attention_bias"))
-    features = {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bool(hf.get("mlp_bias"))}
+    features: dict[str, Any] = {
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "mlp_bias": bool(hf.get("mlp_bias")),
+    }
     return dense_config("llama", hf, rope, **features)

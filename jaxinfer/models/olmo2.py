@@ -31,7 +31,7 @@ def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
     """See `Family`."""
     require("olmo2", hf, hidden_act=("silu",), clip_qkv=(None,))
     bias = bool(hf.get("attention_bias"))
-    features = {"norms": "post", "qk_norm": "all", "qkv_bias": bias, "o_bias": bias}
+    features: dict[str, Any] = {"norms": "post", "qk_norm": "all", "qkv_bias": bias, "o_bias": bias}
     return dense_config("olmo2", hf, rope, **features)
 
 

@@ -30,6 +30,6 @@ def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
         normalised=bool(hf.get("norm_topk_prob", False)),
     )
     bias = bool(hf.get("attention_bias"))
-    features = {"qk_norm": "all", "qkv_bias": bias, "o_bias": bias}
+    features: dict[str, Any] = {"qk_norm": "all", "qkv_bias": bias, "o_bias": bias}
     kinds = (LayerKind(moe=True),) * hf["num_hidden_layers"]
     return dense_config("olmoe", hf, rope, kinds=kinds, moe=moe, **features)

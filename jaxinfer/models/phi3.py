@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.models import decoder_params
-from jaxinfer.models.base import HfSource, dense_config, require, with_rotary_part
+from jaxinfer.models.base import HfSource, dense_config, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import param_specs
 
@@ -26,8 +26,7 @@ def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
     require("phi3", hf, hidden_act=("silu",), attention_bias=(False, None))
     window = hf.get("sliding_window")
     kinds = (LayerKind(window),) * hf["num_hidden_layers"] if window else ()
-    config = dense_config("phi3", hf, rope, kinds=kinds)
-    return with_rotary_part(config, hf)
+    return dense_config("phi3", hf, rope, kinds=kinds)
 
 
 def hf_sources(c: ModelConfig) -> dict[str, HfSource]:

@@ -25,5 +25,10 @@ def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
     """See `Family`."""
     require("qwen3", hf, hidden_act=("silu",))
     bias = bool(hf.get("attention_bias"))
-    features = {"qk_norm": "head", "qkv_bias": bias, "o_bias": bias, "kinds": window_kinds(hf)}
+    features: dict[str, Any] = {
+        "qk_norm": "head",
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "kinds": window_kinds(hf),
+    }
     return dense_config("qwen3", hf, rope, **features)

@@ -25,5 +25,5 @@ def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
     """See `Family`."""
     require("qwen3_moe", hf, hidden_act=("silu",))
     bias = bool(hf.get("attention_bias"))
-    features = {"qk_norm": "head", "qkv_bias": bias, "o_bias": bias}
+    features: dict[str, Any] = {"qk_norm": "head", "qkv_bias": bias, "o_bias": bias}
     return dense_config("qwen3_moe", hf, rope, kinds=moe_kinds(hf), moe=moe_config(hf), **features)

@@ -35,5 +35,9 @@ def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
         LayerKind(window if slide else None, "global" if turn else "none")
         for slide, turn in zip(slides, rotates)
     )
-    features = {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bool(hf.get("mlp_bias"))}
+    features: dict[str, Any] = {
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "mlp_bias": bool(hf.get("mlp_bias")),
+    }
     return dense_config("smollm3", hf, rope, kinds=kinds, **features)
