@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DEVICES = "--xla_force_host_platform_device_count"
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # tests read what goes to stderr
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=4".strip()
 

@@ -6,6 +6,7 @@ that compute import JAX.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import typer
@@ -76,4 +77,6 @@ def _root(
 
 def main() -> None:
     """The entry point."""
+    # gRPC's own remarks on connections that end; read when grpc is first imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     app(prog_name="jaxinfer")
