@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxinfer.request import MAX_PRIORITY
+
 DTYPES = ("float32", "bfloat16", "float16")
 MOST_RESERVED = 0.9  # fraction of the pool that admission leaves free, all reasons together
 
@@ -231,6 +233,16 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value}; it must be above 0")
         if self.kv_offload_bytes < 0:
             raise ValueError(f"kv_offload_bytes is {self.kv_offload_bytes}; it cannot be negative")
+        if not -MAX_PRIORITY <= self.batch_priority <= MAX_PRIORITY + 1:
+            raise ValueError(
+                f"batch_priority is {self.batch_priority}; it must be from {-MAX_PRIORITY} to "
+                f"{MAX_PRIORITY + 1}, which is above every priority"
+            )
+        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in self.tenant_weights):
+            raise ValueError(
+                f"tenant_weights is {self.tenant_weights!r}; give (tenant, share) pairs, such as "
+                '(("a", 2.0),)'
+            )
         for tenant, weight in self.tenant_weights:
             if not 0 < weight < float("inf"):
                 raise ValueError(f"tenant_weights of {tenant!r} is {weight}; it must be above 0")

@@ -16,6 +16,7 @@ import pytest
 from demo_model import demo_path
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_engine import SOAK, soak_requests
 from tiny_engine import MAX_MODEL_LEN, TINY, VOCAB, Setup, built, drive, engine_for, fresh, request
 
 from jaxinfer.checkpoints import load_model
@@ -189,6 +190,7 @@ def test_the_check_leaves_no_trace(setup):
 
 RESTART = """
 import json
+from test_engine import SOAK, soak_requests
 from tiny_engine import Setup, built, drive, request
 from jaxinfer.request import SamplingParams
 
@@ -220,3 +222,21 @@ def test_a_restart_keeps_the_bits(tmp_path):
         stored.append({file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.bin")})
     assert len(runs[0][0]) == 20 and runs[0] == runs[1]
     assert stored[0] and stored[0] == stored[1], "nothing was compiled the second time"
+
+
+def test_soak_of_2000_requests_overlapped_equals_synchronous():
+    """Concurrency 64, chunks, pressure and cancels: token for token, and every bit of logprobs."""
+    setup = dataclasses.replace(SOAK, deterministic=True)
+    these, cancels = soak_requests(2000)
+    runs = []
+    for overlap in (True, False):
+        engine = engine_for(setup, overlap)
+        runs.append(drive(engine, these, arrivals=8, cancel_after=cancels))
+        assert engine.counters.aborted > 50 and engine.counters.preemptions > 0
+    for r in these:
+        overlapped, synchronous = (outputs[r.id] for outputs in runs)
+        both = min(len(overlapped.tokens), len(synchronous.tokens))
+        assert overlapped.tokens[:both] == synchronous.tokens[:both]
+        assert overlapped.logprobs[:both] == synchronous.logprobs[:both]
+        if r.id not in cancels:  # a cancel may come a token earlier or later
+            assert overlapped == synchronous

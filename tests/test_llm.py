@@ -157,3 +157,16 @@ def test_every_flag_of_the_command_line_is_an_option_or_leads_to_one():
     assert set(_FLAGS.values()) <= fields and not set(_FLAGS) & fields
     engine_flags = set(inspect.signature(serve).parameters) & (fields | set(_FLAGS))
     assert {_FLAGS.get(flag, flag) for flag in engine_flags} >= fields
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"tenant_weights": {"a": 2.0}}, "give .tenant, share. pairs"),
+        ({"tenant_weights": (("a", 0.0),)}, "must be above 0"),
+        ({"batch_priority": 5000}, "from -1000 to 1001"),
+    ],
+)
+def test_options_that_nothing_could_be_served_with_are_refused(option, says):
+    with pytest.raises(ValueError, match=says):
+        EngineConfig(**option)
