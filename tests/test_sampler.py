@@ -108,7 +108,8 @@ def test_outcomes_and_what_the_slots_remember(variant):
     assert done[:6].tolist() == [False, True, True, True, True, False]
     assert done[6:].all()
     token = np.asarray(result.slots.token)
-    assert (token[:6] == 7).all() and (token[6:] == 0).all()
+    assert (token[:6] == 7).all() and (token[7:] == 0).all()
+    assert token[6] == 3, "the idle row keeps what it was admitted with"
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
