@@ -23,24 +23,29 @@ MAX_LEN = 256
 
 
 class SlowRunner(FakeRunner):
-    """Every step takes a while."""
+    """Every step takes `seconds`."""
+
+    seconds = 0.0
 
     def dispatch(self, plan):
-        time.sleep(0.02)
+        time.sleep(self.seconds)
         return super().dispatch(plan)
 
 
 class FakeEngine(Engine):
     """`gate`: as of the scripted engine, which `serving` opens when it leaves."""
 
-    def __init__(self, slots: int = 4, pages: int = 33, queue: int = 100, slow: bool = False):
+    def __init__(
+        self, slots: int = 4, pages: int = 33, queue: int = 100, step_seconds: float = 0.0
+    ):
         limits = scheduler_limits(slots, 32, 4, (pages,))
         kv_tokens = (pages - 1) * 4
         super().__init__(
             Scheduler(limits),
-            (SlowRunner if slow else FakeRunner)(limits, MAX_LEN),
+            SlowRunner(limits, MAX_LEN),
             EngineLimits(POISON + 1, MAX_LEN, slots, kv_tokens, queue, 100_000),
         )
+        self.runner.seconds = step_seconds
         self.gate = asyncio.Event()
 
 
@@ -75,7 +80,7 @@ async def test_a_prompt_larger_than_the_pool_is_refused_and_holds_nobody_up():
 @in_loop
 async def test_ten_thousand_requests_at_once_and_a_queue_of_a_hundred():
     """The rest is refused with RetryInfo, memory stays flat, accepted ones finish."""
-    engine, process = FakeEngine(queue=100, slow=True), psutil.Process()
+    engine, process = FakeEngine(queue=100, step_seconds=0.02), psutil.Process()
     async with serving(engine) as (server, client):
         await client.generate([1], max_new_tokens=1)
         before, outcomes = process.memory_info().rss, collections.Counter()
@@ -104,7 +109,7 @@ async def test_ten_thousand_requests_at_once_and_a_queue_of_a_hundred():
 
 @in_loop
 async def test_all_slots_held_by_low_ones_and_an_urgent_one_comes():
-    engine = FakeEngine(slots=2)
+    engine = FakeEngine(slots=2, step_seconds=0.01)  # or they end before anybody looks
     async with serving(engine) as (server, client):
         low = [
             asyncio.create_task(
@@ -122,7 +127,7 @@ async def test_all_slots_held_by_low_ones_and_an_urgent_one_comes():
 
 @in_loop
 async def test_aborted_expired_late_refused_and_finished_ones_balance():
-    engine = FakeEngine(slots=1)
+    engine = FakeEngine(slots=1, step_seconds=0.01)
     async with serving(engine) as (server, client):
         counters = lambda: server._service.served.frontend.counters  # noqa: E731
         await client.generate([1], max_new_tokens=5)  # finished
