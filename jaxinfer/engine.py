@@ -22,6 +22,7 @@ Single-threaded: no clock (`now` is an input), no locks, no I/O.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,7 @@ from jaxinfer.request import (
     Counters,
     FinishReason,
     LateError,
+    Request,
     SequenceEvent,
     TokenLogprobs,
 )
@@ -81,6 +83,7 @@ class Engine:
         self._pending: list[SequenceEvent] = []  # ends decided between steps
         self._ttft: deque[float] = deque(maxlen=KEPT_LATENCIES)
         self._tpot: deque[float] = deque(maxlen=KEPT_LATENCIES)
+        self._load = self._look()
 
     @property
     def has_work(self) -> bool:
@@ -95,8 +98,11 @@ class Engine:
         """Take one command. Raises ValueError for a request id already in use."""
         if isinstance(command, Abort):
             self._abort(command, now)
-            return
-        request = command.request
+        else:
+            self._submit(command.request, now)
+        self._load = self._look()
+
+    def _submit(self, request: Request, now: float) -> None:
         try:
             self.scheduler.add(request)
         except LateError as error:
@@ -104,8 +110,15 @@ class Engine:
             self._count_end(FinishReason.LATE)
             late = SequenceEvent(request.id, finish=FinishReason.LATE, error=str(error), time=now)
             self._pending.append(late)
+        else:
+            self.counters.prompt_tokens += len(request.prompt)
         self.counters.received += 1
-        self.counters.prompt_tokens += len(request.prompt)
+
+    def end_all(self, now: float) -> None:
+        """End every request: no more steps are taken."""
+        for sequence in list(self.scheduler.by_id.values()):
+            self._end(sequence, FinishReason.CANCELLED, now)
+        self._load = self._look()
 
     def step(self, now: float) -> list[SequenceEvent]:
         """Dispatch the next step, read the previous one, return what it brought."""
@@ -126,6 +139,7 @@ class Engine:
             self._in_flight.popleft()  # last: until its pages are back there is work
         events += self._pending  # what reading brought to an end
         self._pending = []
+        self._load = self._look()
         return events
 
     def _announce(self, plan: StepPlan, now: float) -> None:
@@ -146,7 +160,7 @@ class Engine:
                 self._end(sequence, FinishReason.ERROR, now, "the model's logits are not finite")
                 continue
             token = tokens[row]
-            self.scheduler.append(sequence, token)
+            sequence.tokens.append(token)
             if sequence.replay:
                 self._check_replay(sequence, token, now)
                 continue
@@ -226,8 +240,12 @@ class Engine:
         return [allocator.states() for allocator in self.scheduler.allocators]
 
     def load(self) -> Load:
-        """What the engine is doing now."""
-        scheduler = self.scheduler
+        """What the engine was doing when its last step ended: all figures are of that moment."""
+        ttft, tpot = Percentiles.of(list(self._ttft)), Percentiles.of(list(self._tpot))
+        return dataclasses.replace(self._load, ttft=ttft, tpot=tpot)
+
+    def _look(self) -> Load:
+        scheduler, counters = self.scheduler, self.counters
         return Load(
             slots=self.limits.max_num_seqs,
             running=len(scheduler.running),
@@ -235,10 +253,7 @@ class Engine:
             waiting_tokens=scheduler.waiting.tokens,
             pages=scheduler.pages.count(),
             page_size=scheduler.limits.page_size,
-            prefix_queries=scheduler.prefix_queries,
-            prefix_hits=scheduler.prefix_hits,
-            ttft=Percentiles.of(list(self._ttft)),
-            tpot=Percentiles.of(list(self._tpot)),
+            counters=dataclasses.replace(counters, by_reason=dict(counters.by_reason)),
         )
 
     def _count_end(self, reason: FinishReason) -> None:

@@ -130,6 +130,7 @@ class EngineThread:
                 if events:
                     self._leave(events)
                     self._on_events(events)
+            self._end_all()
         except Exception as error:
             logger.exception("the engine failed")
             failure = f"the engine failed: {type(error).__name__}: {error}"
@@ -148,6 +149,14 @@ class EngineThread:
                 command = self._commands.get(False)
         except queue.Empty:
             pass
+
+    def _end_all(self) -> None:
+        """Account for what came and will not be computed."""
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                self._execute(command)
+        self.engine.end_all(self._clock())
 
     def _execute(self, command: Command) -> None:
         self.last_progress = self._clock()

@@ -199,9 +199,14 @@ class Frontend:
         return True
 
     def _leave(self, stream: Stream) -> None:
-        """The reader left. Tell the engine of what was not complete."""
+        """The reader left. Tell the engine of what was not complete.
+
+        A call that has a deadline is cancelled by it at both ends, and either may be the first.
+        """
+        deadline = stream.samples[0].request.deadline
+        late = deadline is not None and self._clock() >= deadline
         for sample in self._unended(stream):
-            self._abort(sample, FinishReason.CANCELLED)
+            self._abort(sample, FinishReason.DEADLINE if late else FinishReason.CANCELLED)
 
     def _end(self, stream: Stream, reason: FinishReason) -> None:
         """End what has not ended yet for a reason from outside, whatever the engine is doing."""
@@ -280,12 +285,19 @@ class Frontend:
         An ask whose samples were never made counts as one. Tokens that came after a sample's end
         are not counted as generated.
         """
-        engine = self._engine.engine.counters
+        return self._with_own(self._engine.engine.counters)
+
+    def load(self) -> Load:
+        """The engine's load, with the counters as here."""
+        load = self._engine.engine.load()
+        return dataclasses.replace(load, counters=self._with_own(load.counters))
+
+    def _with_own(self, counters: Counters) -> Counters:
         return dataclasses.replace(
-            engine,
-            received=engine.received + self._refused,
-            refused=engine.refused + self._refused,
-            generated_tokens=engine.generated_tokens - self._dropped_tokens,
+            counters,
+            received=counters.received + self._refused,
+            refused=counters.refused + self._refused,
+            generated_tokens=counters.generated_tokens - self._dropped_tokens,
         )
 
     def unavailable(self) -> str:

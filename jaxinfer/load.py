@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jaxinfer.request import Counters
+
 KEPT_RECORDS = 4096  # steps whose records are kept
 KEPT_LATENCIES = 1024  # requests whose latencies the percentiles are taken over
 PERCENTILES = (50, 90, 99)
@@ -53,7 +55,7 @@ class Load:
         slots / running / waiting: sequences that can run at once, that do, and that wait.
         waiting_tokens: prompt tokens of the waiting ones.
         pages: (free, cached, used) of all KV groups; page_size: tokens of one.
-        prefix_queries / prefix_hits: prompt tokens looked up in the prefix cache, and found.
+        counters: of the same moment.
         ttft / tpot: seconds to the first token from arrival, and between tokens after it.
     """
 
@@ -63,7 +65,6 @@ class Load:
     waiting_tokens: int
     pages: tuple[int, int, int]
     page_size: int
-    prefix_queries: int
-    prefix_hits: int
-    ttft: Percentiles
-    tpot: Percentiles
+    counters: Counters
+    ttft: Percentiles = Percentiles()
+    tpot: Percentiles = Percentiles()

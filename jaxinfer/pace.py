@@ -6,9 +6,14 @@ their time between tokens, and when a request that comes now can expect its firs
 
 from __future__ import annotations
 
+import logging
+
+logger = logging.getLogger(__name__)
+
 SMALLEST_CHUNK = 64  # tokens; the chunk is chosen among halves of the largest, down to this
 STARVED_STEPS = 8  # steps without a chunk after which the smallest goes, whatever the bound says
 LEARNING = 0.2  # weight of the newest step
+SURE_STEPS = 32  # decoding steps in a row, beyond the bound, after which it is said
 
 
 class Pace:
@@ -23,6 +28,7 @@ class Pace:
         self._token_time: float | None = None  # of a prompt token beside whatever decodes
         self._credit = 0.0  # what the last steps left of the bound, or took beyond it
         self._starved = 0
+        self._beyond = 0  # steps in a row that only decoded and yet took more than the bound
         self._end_time: float | None = None  # from one sequence's end to the next one's
         self._since_end = 0.0
 
@@ -55,11 +61,27 @@ class Pace:
         else:
             rung = _rung(decodes)
             self._decode_times[rung] = _blend(self._decode_times.get(rung), seconds)
+            self._check_bound(decodes, self._decode_times[rung])
         self._since_end += seconds
         for _ in range(ends):
             self._end_time = _blend(self._end_time, self._since_end / ends)
         if ends:
             self._since_end = 0.0
+
+    def _check_bound(self, decodes: int, seconds: float) -> None:
+        """Say it once if no choice of chunks can keep the bound."""
+        if self.tpot_target is None or self._beyond > SURE_STEPS:
+            return
+        self._beyond = self._beyond + 1 if decodes and seconds > self.tpot_target else 0
+        if self._beyond > SURE_STEPS:
+            logger.warning(
+                "a step that only decodes takes %.1f ms with %d streams, more than the bound of "
+                "%.1f ms: prompts are computed slowly for it, and it is not kept; raise "
+                "--tpot-target-ms or lower --max-num-seqs",
+                1e3 * seconds,
+                decodes,
+                1e3 * self.tpot_target,
+            )
 
     def _enter(self, seconds: float) -> None:
         """Time gained against the bound, or lost. What was gained is not saved up for long."""

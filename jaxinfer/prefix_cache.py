@@ -8,7 +8,7 @@ another namespace. Shared pages are full and never written again. Host only.
 from __future__ import annotations
 
 import hashlib
-from array import array
+import struct
 
 from jaxinfer.page_allocator import NULL_PAGE, PageAllocator
 
@@ -26,10 +26,15 @@ def namespace_key(*names: str) -> bytes:
 
 def extend_keys(keys: list[bytes], root: bytes, tokens: list[int], page_size: int) -> None:
     """Append the keys of the full pages of `tokens` that `keys` lacks."""
-    for first in range(len(keys) * page_size, len(tokens) - page_size + 1, page_size):
-        before = keys[-1] if keys else root
-        page = array("q", tokens[first : first + page_size]).tobytes()
-        keys.append(hashlib.blake2b(before + page, digest_size=_KEY_BYTES).digest())
+    first, end = len(keys) * page_size, len(tokens) // page_size * page_size
+    if first == end:
+        return
+    size = 4 * page_size
+    data = struct.pack(f"<{end - first}i", *tokens[first:end])
+    key = keys[-1] if keys else root
+    for start in range(0, len(data), size):
+        key = hashlib.blake2b(key + data[start : start + size], digest_size=_KEY_BYTES).digest()
+        keys.append(key)
 
 
 class PrefixCache:

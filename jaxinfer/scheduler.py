@@ -17,7 +17,7 @@ from __future__ import annotations
 import bisect
 from collections import deque
 
-from jaxinfer.config import MOST_RESERVED
+from jaxinfer.admission import Admission
 from jaxinfer.deadlines import Deadlines
 from jaxinfer.load import KEPT_RECORDS, StepRecord
 from jaxinfer.pace import Pace
@@ -47,6 +47,7 @@ class Scheduler:
         self.deadlines = Deadlines(self.by_id)
         self.pace = Pace(limits.chunk_tokens, policy.tpot_target, policy.separate_phases)
         self.thrash = ThrashGuard(limits.page_size)
+        self._admission = Admission(limits, policy, self.pages, self.thrash, self.running)
         self.records: deque[StepRecord] = deque(maxlen=KEPT_RECORDS)
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
         self._free_slots = list(range(limits.num_slots - 1, -1, -1))
@@ -103,14 +104,6 @@ class Scheduler:
                 f"{seconds_text(deadline - arrival)}; give more time or retry when load is lower"
             )
 
-    def append(self, sequence: Sequence, token: int) -> None:
-        """A step's result was read: one more output token. The pages it fills can be shared."""
-        tokens = sequence.tokens
-        tokens.append(token)
-        if (len(tokens) - 1) % self._page_size == 0 and sequence.root is not None:
-            # The row may have ended with this token, and a step after it computes nothing.
-            self._publish(sequence, min(len(tokens) - 1, sequence.num_computed_tokens))
-
     def finish(self, sequence: Sequence, failed: bool = False) -> None:
         """End a sequence. Its slot is free now, its pages once no step can write them."""
         sequence.finished = True
@@ -122,6 +115,8 @@ class Scheduler:
         self._ends += 1
         if failed:
             self.pages.withdraw(sequence)
+        else:
+            self._publish_output(sequence)
         self.running.remove(sequence)
         self._vacate(sequence)
 
@@ -137,7 +132,7 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when nothing can be computed now."""
         self._observe(now)
-        self.waiting.rise(now)
+        self._rise(now)
         plan = StepPlan(self._step)
         preempted = self.preemptions
         self._make_room(now)
@@ -152,6 +147,14 @@ class Scheduler:
         self._dispatch(plan)
         self._record(plan, now, self.preemptions - preempted)
         return plan
+
+    def _rise(self, now: float) -> None:
+        """Who waited long enough rises; of the batch class, as many as may run at once."""
+        if self.policy.interactive_reserve:
+            slots = self._admission.batch_slots_left()
+            self.waiting.rise(now, self.policy.batch_priority, slots)
+        else:
+            self.waiting.rise(now)
 
     def _observe(self, now: float) -> None:
         """Learn how long the step took that was read since the last one was planned."""
@@ -190,11 +193,11 @@ class Scheduler:
         while self.running and self.running[-1].level > head.level:
             urgent = self.waiting.more_urgent(self.running[-1].level)
             enough = len(self._free_slots) >= min(urgent, MAX_PIECES)
-            if enough and not self._class_is_full(head):
+            if enough and not self._admission.class_is_full(head):
                 break
             self._preempt(self.running[-1], now, for_pages=False)
         needed, found = self._pages_for(head), self._found_for(head)
-        short = self.pages.lacking(needed, found, self._reserve(head))
+        short = self._admission.lacking(head, needed, found)
         victims = [s for s in reversed(self.running) if s.level > head.level]
         if short <= 0 or self.pages.releases_pending:
             return
@@ -203,34 +206,35 @@ class Scheduler:
 
     def _plan_decodes(self, plan: StepPlan, now: float) -> None:
         """All that can decode, most urgent first: only those not yet planned may lose pages."""
-        page_size = self.limits.page_size
         decodes = plan.decodes
         for sequence in list(self.running):
-            computed = sequence.num_computed_tokens
-            if (
-                computed < sequence.prefill_target  # prefilling
-                or len(sequence.tokens) + sequence.num_in_flight >= sequence.most_tokens
-                or sequence.slot == NO_SLOT  # preempted by an earlier turn of this loop
-            ):
-                continue
-            # Only at the end of a page can its pages be full.
-            full = not computed % page_size and computed == len(sequence.pages[0]) * page_size
-            if not full or self._grow(sequence, plan, now):
+            if sequence.num_computed_tokens < sequence.decode_until:
                 decodes.append(sequence)
+            elif sequence.slot == NO_SLOT or not sequence.decodes:
+                continue  # preempted by an earlier turn of this loop, prefilling, or complete
+            elif self._grow(sequence, plan, now):
+                decodes.append(sequence)
+
+    def _let_decode(self, sequence: Sequence) -> None:
+        """Decode without a further look until its pages are full or its output is complete."""
+        room = len(sequence.pages[0]) * self._page_size
+        sequence.decode_until = min(room, sequence.most_tokens - 1)
 
     def _grow(self, sequence: Sequence, plan: StepPlan, now: float) -> bool:
         """One more page for a decoding sequence. False: none is there, it sits this step out.
 
         Preempts the last running sequences, itself in the end, unless pages are on their way.
         """
-        while any(allocator.num_available == 0 for allocator in self.allocators):
+        while self.pages.exhausted:
             if self.pages.releases_pending:
                 return False
             victim = self.running[-1]
             self._preempt(victim, now)
             if victim is sequence:
                 return False
+        self._publish_output(sequence)
         self.pages.grow(sequence)
+        self._let_decode(sequence)
         index = len(sequence.pages[0]) - 1
         plan.deltas += [(g, sequence.slot, index, p[index]) for g, p in enumerate(sequence.pages)]
         self.pages.trim(sequence, sequence.num_computed_tokens)
@@ -247,7 +251,7 @@ class Scheduler:
 
     def _plan_chunk(self, plan: StepPlan, now: float, budget: int) -> None:
         """Prompt tokens: the most urgent first, sequences already admitted before their peers."""
-        prefilling = deque(sequence for sequence in self.running if sequence.prefilling)
+        prefilling = deque(s for s in self.running if s.num_computed_tokens < s.prefill_target)
         wanted = bool(prefilling or self.waiting)
         blocked = False
         while budget > 0 and len(plan.pieces) < MAX_PIECES:
@@ -283,7 +287,7 @@ class Scheduler:
         if self.policy.separate_phases and not sequence.host_pages:
             sequence.start_again()
         needed, found = self._pages_for(sequence), self._found_for(sequence)
-        if not self._may_run(sequence, needed, found):
+        if not self._admission.allows(sequence, needed, found):
             return False
         self.waiting.remove(sequence)
         self.pages.give(sequence, needed, found)
@@ -294,6 +298,7 @@ class Scheduler:
             plan.page_ins += self.pages.restore(sequence)
             sequence.prefill_target = sequence.num_computed_tokens = len(sequence.tokens) - 1
             self.pages.trim(sequence, sequence.num_computed_tokens)
+            self._let_decode(sequence)
         if sequence.first_scheduled is None:
             self._count_hits(sequence)
             sequence.first_scheduled = now
@@ -309,31 +314,6 @@ class Scheduler:
             return [[] for _ in self.allocators]
         return self.pages.lookup(sequence)
 
-    def _may_run(self, sequence: Sequence, needed: int, found: list[list[int]]) -> bool:
-        """Whether there are pages for it beside what is kept free for others."""
-        if self._class_is_full(sequence):
-            return False
-        return self.pages.lacking(needed, found, self._reserve(sequence)) <= 0
-
-    def _reserve(self, sequence: Sequence) -> float:
-        """The part of the pool that stays free for others. Who is more urgent than somebody that
-        runs has those pages to grow into."""
-        if not self.running:
-            return 0.0
-        first = self.running[-1].level > sequence.level
-        reserved = 0.0 if first else self.policy.watermark + self.thrash.extra
-        if sequence.level >= self.policy.batch_priority:
-            reserved += self.policy.interactive_reserve
-        return min(reserved, MOST_RESERVED)
-
-    def _class_is_full(self, sequence: Sequence) -> bool:
-        """Whether the batch class, if the sequence is of it, has all the slots that it may have."""
-        if sequence.level < self.policy.batch_priority:
-            return False
-        most = int(self.limits.num_slots * (1 - self.policy.interactive_reserve))
-        others = bisect.bisect_left(self.running, self.policy.batch_priority, key=lambda s: s.level)
-        return len(self.running) - others >= max(1, most)
-
     def _count_hits(self, sequence: Sequence) -> None:
         sequence.cached_tokens = sequence.num_computed_tokens
         if self.policy.prefix_cache:
@@ -347,7 +327,9 @@ class Scheduler:
         last = start + length == sequence.prefill_target
         plan.pieces.append(Piece(sequence, start, length, last))
         sequence.num_computed_tokens += length
-        sequence.num_in_flight += last
+        if last:
+            sequence.num_in_flight += 1
+            self._let_decode(sequence)
         sequence.last_step = plan.number
         # Found from now on: whoever finds these pages reads them in this step or in a later one,
         # and a step writes all its keys and values before it reads any.
@@ -365,6 +347,12 @@ class Scheduler:
             tokens = min(tokens, sequence.prompt_len)
         self.pages.publish(sequence, tokens)
 
+    def _publish_output(self, sequence: Sequence) -> None:
+        """What it has computed since its prompt, when it takes a page or gives them all up: who
+        begins with a whole output comes later than that."""
+        # The row may have ended with the last token, and a step after it computes nothing.
+        self._publish(sequence, min(len(sequence.tokens) - 1, sequence.num_computed_tokens))
+
     def _preempt(self, sequence: Sequence, now: float, for_pages: bool = True) -> None:
         """Back to the front of its peers in the queue."""
         self.preemptions += 1
@@ -372,6 +360,7 @@ class Scheduler:
             done = len(sequence.tokens) + sequence.num_in_flight - sequence.tokens_then
             self.thrash.preempted_again(done)
         self.running.remove(sequence)
+        self._publish_output(sequence)
         if not sequence.prefilling:
             self._page_outs += self.pages.offload(sequence)
         self._vacate(sequence)
@@ -379,7 +368,7 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         self._free_slots.append(sequence.slot)
-        sequence.slot = NO_SLOT
+        sequence.slot, sequence.decode_until = NO_SLOT, 0
         self.pages.release(sequence)
 
     def check_invariants(self) -> None:

@@ -19,6 +19,8 @@ class Sequence:
         num_computed_tokens: positions whose keys and values dispatched steps write.
         num_in_flight: tokens sampled by dispatched steps that have not been read yet.
         prefill_target: tokens to prefill in this admission; decoding starts once it is reached.
+        decode_until: while its computed tokens are fewer, it has a page for the next one and is not
+            complete; 0 while it prefills or waits.
         slot: row of the decode batch, NO_SLOT while waiting.
         pages: the pages it holds, by KV group.
         keys: names of its full pages in the prefix cache; `root` is where their chain begins.
@@ -39,6 +41,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_in_flight: int = 0
     prefill_target: int = 0
+    decode_until: int = 0
     slot: int = NO_SLOT
     pages: list[list[int]] = field(default_factory=list)
     root: bytes | None = None

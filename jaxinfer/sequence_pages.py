@@ -36,6 +36,7 @@ class SequencePages:
         self.page_size = page_size
         self.windows = windows or (None,) * len(num_pages)
         self.caches = [PrefixCache(n) for n in num_pages]
+        self._trims = any(window is not None for window in self.windows)
         self.host_pages = host_pages
         self._free_host = [list(range(n - 1, -1, -1)) for n in host_pages]
         self._vacated: list[tuple[int, list[int]]] = []  # host pages to be read by the next step
@@ -45,6 +46,11 @@ class SequencePages:
     @property
     def allocators(self) -> list[PageAllocator]:
         return [cache.allocator for cache in self.caches]
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether a group has no page to give."""
+        return any(cache.allocator.num_available == 0 for cache in self.caches)
 
     @property
     def releases_pending(self) -> bool:
@@ -124,8 +130,8 @@ class SequencePages:
 
     def grow(self, sequence: Sequence) -> None:
         """One page more in each group."""
-        for pages, allocator in zip(sequence.pages, self.allocators):
-            pages += allocator.allocate(1)
+        for pages, cache in zip(sequence.pages, self.caches):
+            pages += cache.allocator.allocate(1)
 
     def publish(self, sequence: Sequence, tokens: int) -> None:
         """Let others find the full pages of the first `tokens` tokens, which steps have computed
@@ -148,6 +154,8 @@ class SequencePages:
     def trim(self, sequence: Sequence, position: int) -> None:
         """Give back the pages that no query at `position` or later sees. Steps on their way may
         still read them."""
+        if not self._trims:
+            return
         passed: list[list[int]] = []
         for pages, window in zip(sequence.pages, self.windows):
             end = self._first_seen(window, position)

@@ -154,21 +154,37 @@ class WaitingQueue:
                 self._clock = max(self._clock, served)
                 return sequence
 
-    def rise(self, now: float) -> None:
-        """Let who waited long enough rise to the level above. To be called once a step."""
-        rises = 0
+    def rise(self, now: float, batch_priority: int | None = None, batch_slots: int = 0) -> None:
+        """Let who waited long enough rise to the level above. To be called once a step.
+
+        From `batch_priority` on, no more rise above it than there are `batch_slots` for.
+        """
+        left = MOST_RISES
         for above, number in reversed([*itertools.pairwise(self._order)]):
-            level = self._levels[number]
-            while level.size and rises < MOST_RISES:
-                _, entry, sequence = level.entries[0]
-                if sequence.entry == entry:
-                    if now - sequence.entered < self._ageing:
-                        break
-                    self.remove(sequence)
-                    sequence.level = above
-                    self.push(sequence, now, sequence.preempted)
-                    rises += 1
-                level.entries.popleft()
+            room = left
+            if batch_priority is not None and above < batch_priority <= number:
+                room = min(left, batch_slots - self._risen(batch_priority))
+            left -= self._rise_from(number, above, now, room)
+
+    def _rise_from(self, number: int, above: int, now: float, room: int) -> int:
+        """Let at most `room` sequences rise; returns how many did."""
+        level, rises = self._levels[number], 0
+        while level.size and rises < room:
+            _, entry, sequence = level.entries[0]
+            if sequence.entry == entry:
+                if now - sequence.entered < self._ageing:
+                    break
+                self.remove(sequence)
+                sequence.level = above
+                self.push(sequence, now, sequence.preempted)
+                rises += 1
+            level.entries.popleft()
+        return rises
+
+    def _risen(self, below: int) -> int:
+        """How many wait at levels above `below` that rose there."""
+        above = self._order[: bisect.bisect_left(self._order, below)]
+        return sum(self._levels[number].queued.get(_RISEN, (0, 0))[0] for number in above)
 
     @property
     def tokens(self) -> int:
@@ -204,7 +220,7 @@ class WaitingQueue:
         """Enter tokens that are computed for a sequence into its line's account."""
         line, level = _line_of(sequence), self._levels.get(sequence.level)
         share = self._share(line)
-        self._service[line] = self.service(sequence) + tokens / share
+        self._service[line] = self._service.get(line, self._clock) + tokens / share
         # Those who wait beside it wait for their part of it, whoever else may come.
         self._clock += tokens / (share if level is None else max(share, level.share))
         if len(self._service) > self._most_accounts:

@@ -119,8 +119,7 @@ class ScriptedEngine:
             waiting_tokens=sum(len(request.prompt) for request in waiting),
             pages=self._pages(),
             page_size=PAGE_SIZE,
-            prefix_queries=self.counters.prefix_queries,
-            prefix_hits=self.counters.prefix_hits,
+            counters=dataclasses.replace(self.counters),
             ttft=self.ttft,
             tpot=self.tpot,
         )
@@ -139,13 +138,13 @@ class ScriptedEngine:
     def execute(self, command, now: float) -> None:
         if isinstance(command, Submit):
             self.counters.received += 1
-            self.counters.prompt_tokens += len(command.request.prompt)
             if self.late and command.request.deadline is not None:
                 self.counters.refused += 1
                 self.ended[command.request.id] = FinishReason.LATE
                 end = SequenceEvent(command.request.id, (), (), FinishReason.LATE, self.late, now)
                 self._refusals.append(end)
                 return
+            self.counters.prompt_tokens += len(command.request.prompt)
             self.waiting.append(command.request)
             return
         self.aborted.append(command)
@@ -154,6 +153,12 @@ class ScriptedEngine:
             self.waiting.remove(request)
         if known or self.running.pop(command.request_id, None):
             self._count_end(command.request_id, command.reason)
+
+    def end_all(self, now: float) -> None:
+        for request_id in [*self.running, *(request.id for request in self.waiting)]:
+            self._count_end(request_id, FinishReason.CANCELLED)
+        self.running.clear()
+        self.waiting.clear()
 
     def step(self, now: float) -> list[SequenceEvent]:
         self.gate.wait()

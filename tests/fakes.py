@@ -209,6 +209,7 @@ class Harness:
         self.ends: dict[str, FinishReason] = {}
         self.order: list[str] = []  # request ids in order of their first token
         self.cancelled: set[str] = set()
+        self.queued_tokens = 0  # of prompts, but for those refused on arrival
 
     def submit(
         self,
@@ -229,6 +230,7 @@ class Harness:
         self.requests[request_id] = request
         self.outputs[request_id] = []
         self.engine.execute(Submit(request), self.now)
+        self.queued_tokens += len(prompt) if request_id in self.scheduler.by_id else 0
         self.check()
         return request_id
 
@@ -280,7 +282,7 @@ class Harness:
         )
         assert sum(by_reason.values()) == counters.finished + counters.aborted + counters.refused
         assert counters.generated_tokens == sum(map(len, self.outputs.values()))
-        assert counters.prompt_tokens == sum(len(r.prompt) for r in self.requests.values())
+        assert counters.prompt_tokens == self.queued_tokens
         assert counters.preemptions == self.scheduler.preemptions
         load, pages = self.engine.load(), self.scheduler.limits.num_pages
         assert load.running + load.waiting == in_work and sum(load.pages) == sum(pages) - len(pages)

@@ -156,9 +156,7 @@ def test_the_options_of_serve_reach_the_engine(monkeypatch):
 
 def test_a_config_file_is_below_the_command_line_and_above_the_defaults(monkeypatch, tmp_path):
     file = tmp_path / "serve.yaml"
-    file.write_text(
-        "max-model-len: 8k\nmax_num_seqs: 4\nserved-model-name: [a, b]\nno-overlap: true"
-    )
+    file.write_text("max-model-len: 8k\nmax_num_seqs: 4\nserved-model-name: [a, b]\noverlap: false")
     args = ("--config", file, "--max-num-seqs", "5")
     _, source = serve_options(monkeypatch, *args)
     engine = source.engine

@@ -154,6 +154,7 @@ def test_a_stop_id_ends_the_output_and_is_its_last_token(overlap):
         request = Request("x", (9, 9), params, 6, 0, stop_ids=(stop,))
         harness.requests["x"], harness.outputs["x"] = request, []
         harness.engine.execute(Submit(request), 0.0)
+        harness.queued_tokens = 2
         harness.drain()
         assert harness.outputs["x"][-1] == stop and len(harness.outputs["x"]) <= 3
         assert harness.ends["x"] is (FinishReason.STOP_ID if own else FinishReason.EOS)

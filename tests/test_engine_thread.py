@@ -178,6 +178,20 @@ def test_stopping_ends_after_the_step_and_takes_nothing_more():
     assert front.stops == [""]
 
 
+def test_what_is_left_at_the_end_is_accounted_for():
+    with Front() as front:
+        front.runner.step_seconds = 0.05
+        for i in range(20):
+            front.submit(f"r{i}", output=40)
+        front.until(lambda: front.batches)
+        for i in range(20, 40):
+            front.submit(f"r{i}", output=40)
+        front.thread.stop()
+        counters, load = front.engine.counters, front.engine.load()
+        assert counters.received == 40 == counters.finished + counters.aborted
+        assert load.running == load.waiting == 0 and load.counters == counters
+
+
 def test_a_thread_that_never_started_can_be_stopped():
     front = Front()
     front.thread.stop()

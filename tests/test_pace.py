@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxinfer.pace import LEARNING, SMALLEST_CHUNK, STARVED_STEPS, Pace
+from jaxinfer.pace import LEARNING, SMALLEST_CHUNK, STARVED_STEPS, SURE_STEPS, Pace
 
 
 def learned(target: float | None = None, chunk: int = 512) -> Pace:
@@ -14,6 +14,20 @@ def learned(target: float | None = None, chunk: int = 512) -> Pace:
         seconds = 0.020 + chunk * 0.0005
         pace.observe(8, chunk, 0, seconds, expected=seconds)
     return pace
+
+
+def test_a_bound_that_decoding_alone_breaks_is_said_once(caplog):
+    pace = learned(0.015)
+    for _ in range(4 * SURE_STEPS):
+        pace.observe(8, 0, 0, 0.020)
+    (record,) = caplog.records
+    for part in ("takes 20.0 ms with 8 streams", "bound of 15.0 ms", "--tpot-target-ms"):
+        assert part in record.getMessage()
+    caplog.clear()
+    kept = learned(0.025)
+    for step in range(4 * SURE_STEPS):
+        kept.observe(8, 0, 0, 0.030 if step % 8 == 0 else 0.020)
+    assert not caplog.records, "a slow step now and then is none"
 
 
 def test_without_a_bound_the_chunk_is_the_largest():

@@ -6,7 +6,7 @@ import pytest
 from fakes import Harness, scheduler_limits
 
 from jaxinfer.policy import SchedulerPolicy
-from jaxinfer.request import Scheduling
+from jaxinfer.request import FinishReason, Scheduling
 
 LOW, HIGH = Scheduling(priority=5), Scheduling(priority=0)
 
@@ -76,6 +76,25 @@ def test_within_the_batch_class_the_more_urgent_go_first_too():
     assert steps_to_first_token(run, urgent) <= 3
     assert len(run.scheduler.running) == 6
     run.drain()
+
+
+def test_a_backlog_of_the_batch_class_that_has_risen_leaves_the_reserve_free():
+    """Otherwise it would take every slot after one ageing time, and at a level where nobody is
+    preempted for who is asked to be urgent."""
+    run = harness(101, interactive_reserve=0.25, ageing=10.0)
+    for i in range(40):
+        run.submit([i % 40] * 4, 60, scheduling=Scheduling(priority=2))
+    urgent = [run.submit([41] * 4, 60) for _ in range(20)]  # somebody always waits at level 0
+    most = 0
+    for _ in range(120):
+        run.step()
+        running = run.scheduler.running
+        batch = sum(s.request.scheduling.priority == 2 for s in running)
+        most = max(most, batch)
+        assert batch <= 6, "8 slots, a quarter reserved"
+    assert most > 0, "and yet it rises: nothing waits for ever"
+    run.drain()
+    assert all(run.ends[name] is FinishReason.LENGTH for name in urgent)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -23,7 +23,7 @@ def read(scheduler: Scheduler, plan, ended: tuple[str, ...] = ()) -> None:
         sequence.num_in_flight -= 1
         if sequence.finished:
             continue
-        scheduler.append(sequence, 7)
+        sequence.tokens.append(7)
         if sequence.request.id in ended:
             scheduler.finish(sequence)
     scheduler.retire(plan)

@@ -14,9 +14,10 @@ from grpc_status import rpc_status
 from jaxinfer_service.client import generate_request
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
 from jaxinfer_service.servicer import SERVICE_NAME
-from serving import in_loop, refused, serving, until
+from serving import in_loop, opened, refused, serving, until
 
-from jaxinfer.request import FinishReason
+from jaxinfer.frontend import Frontend
+from jaxinfer.request import FinishReason, SamplingParams
 
 LONG = limits(max_model_len=1 << 15, kv_tokens=1 << 15)
 Code = grpc.StatusCode
@@ -92,13 +93,32 @@ async def test_the_deadline_of_a_call_ends_its_request():
         error = await refused(client.generate("x", timeout=0.2))
         assert error.code() is Code.DEADLINE_EXCEEDED
         await until(lambda: not engine.has_work)
-        assert [*engine.ended.values()] == [FinishReason.DEADLINE]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in client.stream("x", timeout=0.2):
                 pass
         assert caught.value.code() is Code.DEADLINE_EXCEEDED
         await until(lambda: not engine.has_work)
-        assert [*engine.ended.values()] == [FinishReason.DEADLINE] * 2
+        # The server cannot tell a client that leaves at its deadline, a moment before the server's
+        # own, from one that cancels.
+        reasons = {FinishReason.DEADLINE, FinishReason.CANCELLED}
+        assert len(engine.ended) == 2 and {*engine.ended.values()} <= reasons
+
+
+@in_loop
+async def test_who_leaves_at_the_deadline_was_ended_by_it():
+    """gRPC cancels a call that is late at the client, maybe before the server's timer fires."""
+    now, engine = 100.0, ScriptedEngine(forever, LONG)
+    model = opened(engine)
+    front = Frontend(model.text, model.connect, clock=lambda: now)
+    front.start()
+    for late, reason in ((False, FinishReason.CANCELLED), (True, FinishReason.DEADLINE)):
+        async with await front.submit("x", SamplingParams(), timeout=60.0) as stream:
+            await anext(stream)
+            now += 60.0 if late else 59.0
+        await until(lambda: not engine.has_work)
+        assert [*engine.ended.values()][-1] is reason
+    assert front.load().counters == front.counters
+    front.stop()
 
 
 @in_loop

@@ -143,7 +143,7 @@ def _read(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> None:
         sequence.num_in_flight -= 1
         if sequence.finished:
             continue
-        scheduler.append(sequence, result.tokens[row])
+        sequence.tokens.append(result.tokens[row])
         if result.outcomes[row] != outcomes.RUNNING:
             scheduler.finish(sequence)
     scheduler.retire(plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.table import Table
 from jaxinfer.checkpoints import orbax_io
 from jaxinfer.checkpoints.load import open_model_folder, open_source, resolve_model
 from jaxinfer.checkpoints.source import check_inventory
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.models import family_of
 from jaxinfer.params import named_leaves, param_bytes
 from jaxinfer.sizes import size_text
@@ -130,7 +131,7 @@ def describe(info: CheckpointInfo, device_gib: float | None = None) -> Table:
         ("served in", f"{info.dtype}: {size_text(info.weight_bytes(info.dtype))} of weights"),
         ("KV per token", size_text(info.kv_bytes_per_token(info.dtype))),
         ("context length", f"{c.max_position:,} tokens"),
-        ("RoPE", f"theta {c.rope.theta:g}, scaling {c.rope.scaling}"),
+        *_attention(c),
         ("vocabulary", f"{c.vocab_size:,} embeddings, {info.tokenizer_size:,} tokens"),
         ("EOS ids", ", ".join(map(str, info.eos_ids)) or "none"),
         ("chat template", "yes" if info.chat_template else "no"),
@@ -141,6 +142,24 @@ def describe(info: CheckpointInfo, device_gib: float | None = None) -> Table:
         for dtype in dict.fromkeys((info.dtype, "bfloat16")):
             table.add_row(f"{device_gib:g} GiB, {dtype}", _fit(info, device_gib, dtype))
     return table
+
+
+def _attention(config: ModelConfig) -> Iterator[tuple[str, str]]:
+    """What layers see, and how positions enter."""
+    kinds = [config.kind(i) for i in range(config.num_layers)]
+    windows = Counter(kind.window for kind in kinds if kind.window is not None)
+    for window, layers in sorted(windows.items()):
+        yield "window", f"{window:,} tokens, in {layers} of {config.num_layers} layers"
+    yield "RoPE", _rope(config.rope)
+    if config.local_rope is not None:
+        yield "RoPE of windows", _rope(config.local_rope)
+    without = sum(not kind.rope for kind in kinds)
+    if without:
+        yield "without RoPE", f"{without} of {config.num_layers} layers"
+
+
+def _rope(rope: RopeConfig) -> str:
+    return f"theta {rope.theta:g}, scaling {rope.scaling}"
 
 
 def _experts(config: ModelConfig) -> Iterator[tuple[str, str]]:

@@ -160,8 +160,7 @@ def page_map(states: bytes, cells: int) -> bytes:
 
 
 def _load(model: ServedModel) -> pb.LoadResponse:
-    load: Load = model.frontend.engine.load()
-    counters = model.frontend.counters
+    load: Load = model.frontend.load()
     return pb.LoadResponse(
         time=model.frontend.uptime,
         slots=load.slots,
@@ -172,7 +171,7 @@ def _load(model: ServedModel) -> pb.LoadResponse:
         page_size=load.page_size,
         ttft=_percentiles(load.ttft),
         tpot=_percentiles(load.tpot),
-        counters=_counters(counters),
+        counters=_counters(load.counters),
     )
 
 

@@ -70,11 +70,12 @@ TensorParallelSize = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
-NoOverlap = Annotated[
-    bool,
+Overlap = Annotated[
+    bool | None,
     typer.Option(
-        "--no-overlap",
-        help="Read each step before the next is dispatched.",
+        "--overlap/--no-overlap",
+        help="Dispatch each step before the one before it was read.",
+        show_default=engine_default("overlap"),
         rich_help_panel=_ENGINE,
     ),
 ]
@@ -153,7 +154,7 @@ KvOffloadGib = Annotated[
 Deterministic = Annotated[
     bool | None,
     typer.Option(
-        "--deterministic",
+        "--deterministic/--no-deterministic",
         help="The same request has the same logprobs, bit for bit, whatever runs beside it.",
         show_default=engine_default("deterministic"),
         rich_help_panel=_ENGINE,
@@ -249,7 +250,6 @@ def engine_config(
     gpu_memory_utilization: float | None = None,
     tenant_weight: list[str] | None = None,
     tpot_target_ms: float | None = None,
-    no_overlap: bool = False,
     **fields: Any,
 ) -> EngineConfig:
     """The engine's configuration: what was given (is not None), a preset's values, the defaults.
@@ -265,8 +265,6 @@ def engine_config(
     )
     if tpot_target_ms == 0:
         values["tpot_target_ms"] = None
-    if no_overlap:
-        values["overlap"] = False
     try:
         if kv_offload_gib is not None:
             values["kv_offload_bytes"] = int(kv_offload_gib * 2**30)

@@ -71,6 +71,10 @@ ADVICE: dict[str, str] = {
     "--api-key": _NO_AUTH,
     "--ssl-keyfile": _NO_AUTH,
     "--ssl-certfile": _NO_AUTH,
+    "--max-logprobs": "a request may ask for the 20 most likely tokens; leave it out",
+    "--max-num-partial-prefills": "a chunk serves up to 8 prompts at once; leave it out",
+    "--long-prefill-token-threshold": "use --tpot-target-ms: chunks are sized so that running"
+    " streams keep it",
     "--seed": _REQUEST,
     "--generation-config": _REQUEST,
     "--override-generation-config": _REQUEST,

@@ -1,0 +1,58 @@
+"""What is kept free for others when a sequence wants a slot and pages. Host only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Row
+
+from jaxinfer.config import MOST_RESERVED
+from jaxinfer.policy import SchedulerLimits, SchedulerPolicy, ThrashGuard
+from jaxinfer.sequence import Sequence
+from jaxinfer.sequence_pages import SequencePages
+
+
+class Admission:
+    """The rules by which a waiting sequence may run beside those in `running`, which somebody
+    else keeps, the most urgent first."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        policy: SchedulerPolicy,
+        pages: SequencePages,
+        thrash: ThrashGuard,
+        running: Row[Sequence],
+    ):
+        self._policy, self._pages, self._thrash = policy, pages, thrash
+        self._running = running
+        # The batch class always has a slot, else it would never run.
+        self._batch_slots = max(1, int(limits.num_slots * (1 - policy.interactive_reserve)))
+
+    def allows(self, sequence: Sequence, needed: int, found: list[list[int]]) -> bool:
+        """Whether there are `needed` pages a group for it, of which `found` are cached, and a slot
+        for its class."""
+        return not self.class_is_full(sequence) and self.lacking(sequence, needed, found) <= 0
+
+    def lacking(self, sequence: Sequence, needed: int, found: list[list[int]]) -> int:
+        """Pages short beside what is kept free for others. At most 0: they are there."""
+        return self._pages.lacking(needed, found, self._reserve(sequence))
+
+    def _reserve(self, sequence: Sequence) -> float:
+        """The part of the pool that stays free for others. Who is more urgent than somebody that
+        runs has those pages to grow into."""
+        if not self._running:
+            return 0.0
+        first = self._running[-1].level > sequence.level
+        reserved = 0.0 if first else self._policy.watermark + self._thrash.extra
+        if sequence.level >= self._policy.batch_priority:
+            reserved += self._policy.interactive_reserve
+        return min(reserved, MOST_RESERVED)
+
+    def class_is_full(self, sequence: Sequence) -> bool:
+        """Whether the batch class, if the sequence is of it, has all the slots that it may have."""
+        return sequence.level >= self._policy.batch_priority and self.batch_slots_left() <= 0
+
+    def batch_slots_left(self) -> int:
+        """Slots that the batch class may take besides those it has, also by having risen."""
+        first = self._policy.batch_priority
+        running = sum(s.request.scheduling.priority >= first for s in self._running)
+        return self._batch_slots - running
