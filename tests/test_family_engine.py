@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from test_families import ORACLE_FAMILIES, family_folder, oracle
@@ -10,6 +12,7 @@ from tiny_checkpoint import dense_logits
 from jaxinfer import startup
 from jaxinfer.checkpoints import load_model
 from jaxinfer.config import EngineConfig
+from jaxinfer.kv_pool import kv_groups
 from jaxinfer.request import Request, SamplingParams, Submit
 
 PARAMS = SamplingParams(temperature=0, logprobs=5)
@@ -53,3 +56,29 @@ def test_the_paged_step_equals_the_dense_loop(family, tmp_path):
     assert engine.counters.prefix_hits > 0
     windows = {kind.window for kind in model.config.kinds}
     assert len(engine.scheduler.allocators) == max(1, len(windows))
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe"])
+def test_deterministic_engines_of_windows_and_experts_give_the_same_bits(family, tmp_path):
+    """Alone, in company, after a prefix hit and after a preemption."""
+    model = load_model(family_folder(tmp_path, family), dtype="float32")
+    config = EngineConfig(
+        max_num_seqs=4, max_num_batched_tokens=16, page_size=4, deterministic=True
+    )
+    roomy = dataclasses.replace(config, kv_pool_bytes=1 << 20)
+    tokens, _ = oracle(family)
+    prompts = [tokens[:length].tolist() for length in LENGTHS]
+    alone = []
+    for prompt in prompts:
+        engine = startup.build_engine(model, roomy)
+        engine.compiles.close()
+        alone += continuations(engine, [prompt], 20)
+    for _ in range(2):
+        assert continuations(engine, prompts, 20) == alone
+    assert engine.counters.prefix_hits > 0
+    groups = kv_groups(model.config, 1, 4, "float32")
+    tight = dataclasses.replace(config, kv_pool_bytes=20 * sum(g.page_bytes for g in groups))
+    engine = startup.build_engine(model, tight)
+    engine.compiles.close()
+    assert continuations(engine, prompts, 20) == alone
+    assert engine.counters.preemptions > 0
