@@ -205,41 +205,41 @@ class Scheduler:
             self._preempt(victim, now)
 
     def _plan_decodes(self, plan: StepPlan, now: float) -> None:
-        """All that can decode, most urgent first: only those not yet planned may lose pages."""
-        decodes = plan.decodes
-        for sequence in list(self.running):
-            if sequence.num_computed_tokens < sequence.decode_until:
-                decodes.append(sequence)
-            elif sequence.slot == NO_SLOT or not sequence.decodes:
-                continue  # preempted by an earlier turn of this loop, prefilling, or complete
-            elif self._grow(sequence, plan, now):
-                decodes.append(sequence)
+        """All that can decode, most urgent first, and the pages they need for it."""
+        due = [s for s in self.running if s.num_computed_tokens >= s.decode_until and s.decodes]
+        room = min(self.pages.available, len(due))
+        self._grow(due[:room], plan)
+        for sequence in due[room:]:
+            self._grow_under_pressure(sequence, plan, now)
+        plan.decodes = [s for s in self.running if s.num_computed_tokens < s.decode_until]
+
+    def _grow_under_pressure(self, sequence: Sequence, plan: StepPlan, now: float) -> None:
+        """Preempt the last running sequences for a page, itself in the end. While pages are on
+        their way it sits out instead."""
+        while sequence.slot != NO_SLOT and not self.pages.releases_pending:
+            if self.pages.available:
+                self._grow([sequence], plan)
+                return
+            self._preempt(self.running[-1], now)
+
+    def _grow(self, sequences: list[Sequence], plan: StepPlan) -> None:
+        """One page more in each group for decoding sequences whose pages are full."""
+        for sequence in sequences:
+            self._publish_output(sequence)
+        for group, pages in enumerate(self.pages.grow(sequences)):
+            plan.deltas += [
+                (group, sequence.slot, len(sequence.pages[group]) - 1, page)
+                for sequence, page in zip(sequences, pages)
+            ]
+        for sequence in sequences:
+            self._let_decode(sequence)
+            self.pages.trim(sequence, sequence.num_computed_tokens)
+            self.waiting.charge(sequence, self._page_size)
 
     def _let_decode(self, sequence: Sequence) -> None:
         """Decode without a further look until its pages are full or its output is complete."""
         room = len(sequence.pages[0]) * self._page_size
         sequence.decode_until = min(room, sequence.most_tokens - 1)
-
-    def _grow(self, sequence: Sequence, plan: StepPlan, now: float) -> bool:
-        """One more page for a decoding sequence. False: none is there, it sits this step out.
-
-        Preempts the last running sequences, itself in the end, unless pages are on their way.
-        """
-        while self.pages.exhausted:
-            if self.pages.releases_pending:
-                return False
-            victim = self.running[-1]
-            self._preempt(victim, now)
-            if victim is sequence:
-                return False
-        self._publish_output(sequence)
-        self.pages.grow(sequence)
-        self._let_decode(sequence)
-        index = len(sequence.pages[0]) - 1
-        plan.deltas += [(g, sequence.slot, index, p[index]) for g, p in enumerate(sequence.pages)]
-        self.pages.trim(sequence, sequence.num_computed_tokens)
-        self.waiting.charge(sequence, self.limits.page_size)
-        return True
 
     def _plan_chunk_alone(self, plan: StepPlan, now: float) -> bool:
         """A step of prompts only, unless it is the turn of those that decode."""

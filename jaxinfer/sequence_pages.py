@@ -48,9 +48,9 @@ class SequencePages:
         return [cache.allocator for cache in self.caches]
 
     @property
-    def exhausted(self) -> bool:
-        """Whether a group has no page to give."""
-        return any(cache.allocator.num_available == 0 for cache in self.caches)
+    def available(self) -> int:
+        """Pages that every group can give."""
+        return min(cache.allocator.num_available for cache in self.caches)
 
     @property
     def releases_pending(self) -> bool:
@@ -128,10 +128,13 @@ class SequencePages:
             sequence.pages.append(pages + cache.allocator.allocate(needed - len(pages)))
         sequence.num_published = len(found[0])
 
-    def grow(self, sequence: Sequence) -> None:
-        """One page more in each group."""
-        for pages, cache in zip(sequence.pages, self.caches):
-            pages += cache.allocator.allocate(1)
+    def grow(self, sequences: list[Sequence]) -> list[list[int]]:
+        """One page more in each group for each of these; returns them by group."""
+        grown = [cache.allocator.allocate(len(sequences)) for cache in self.caches]
+        for group, pages in enumerate(grown):
+            for sequence, page in zip(sequences, pages):
+                sequence.pages[group].append(page)
+        return grown
 
     def publish(self, sequence: Sequence, tokens: int) -> None:
         """Let others find the full pages of the first `tokens` tokens, which steps have computed
