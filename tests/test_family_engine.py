@@ -82,3 +82,24 @@ def test_deterministic_engines_of_windows_and_experts_give_the_same_bits(family,
     engine.compiles.close()
     assert continuations(engine, prompts, 20) == alone
     assert engine.counters.preemptions > 0
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen2_moe"])
+def test_two_devices_give_what_one_gives(family, tmp_path):
+    model = load_model(family_folder(tmp_path, family), dtype="float32")
+    config = EngineConfig(
+        max_num_seqs=4, max_num_batched_tokens=16, page_size=4, kv_pool_bytes=1 << 20
+    )
+    tokens, _ = oracle(family)
+    prompts = [tokens[:length].tolist() for length in LENGTHS]
+    outputs = []
+    for devices in (1, 2):
+        engine = startup.build_engine(
+            model, dataclasses.replace(config, tensor_parallel_size=devices)
+        )
+        engine.compiles.close()
+        outputs.append(continuations(engine, prompts, 12))
+    for (one, one_logprobs), (two, two_logprobs) in zip(*outputs):
+        assert one == two
+        found = [line.logprob for line in two_logprobs]
+        np.testing.assert_allclose(found, [line.logprob for line in one_logprobs], atol=1e-3)
