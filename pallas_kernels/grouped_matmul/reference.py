@@ -6,15 +6,22 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-TILE_ROWS = 16  # rows of one product: of few more an expert has in a decode step
+FEWEST_TILE_ROWS, MOST_TILE_ROWS = 8, 128
+
+
+def tile_rows(rows: int, experts: int) -> int:
+    """Rows of one product: the power of two above an expert's mean share. Less work is wasted on
+    experts with few rows, and weights are read once for most of the others."""
+    share = 1 << (rows // experts).bit_length()
+    return min(max(share, FEWEST_TILE_ROWS), MOST_TILE_ROWS, rows)
 
 
 def segments(
     x: Float[Array, "R K"], weights: Float[Array, "E N K"], group_sizes: Int[Array, " E"]
 ) -> Float[Array, "R N"]:
-    """A loop over tiles of at most `TILE_ROWS` rows of one expert."""
+    """A loop over tiles of at most `tile_rows` rows of one expert."""
     rows, width = x.shape[0], weights.shape[1]
-    height = min(TILE_ROWS, rows)
+    height = tile_rows(rows, weights.shape[0])
     ends = jnp.cumsum(group_sizes)
     tiles = -(-group_sizes // height)
     last_tiles = jnp.cumsum(tiles)
