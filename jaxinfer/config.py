@@ -73,6 +73,12 @@ class MoeConfig:
         intermediate_size: of one expert.
         normalised: the weights of a token's experts are made to sum to one.
         shared_size: of the expert that every token goes to besides; 0: there is none.
+        shared_gated: a gate weighs the shared expert.
+        scoring: how the router's logits become scores. "sigmoid" (DeepSeek-V3, arXiv:2412.19437)
+            has a learned correction, which takes part in the choice and not in the weights.
+        groups / top_groups: only experts of the best groups are chosen; a group is as good as its
+            best expert, with "sigmoid" as its best two.
+        weight_scale: what the weights of a token's experts are multiplied by.
     """
 
     num_experts: int
@@ -80,6 +86,33 @@ class MoeConfig:
     intermediate_size: int
     normalised: bool = True
     shared_size: int = 0
+    shared_gated: bool = True
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    weight_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MlaConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): `models/mla.py`.
+
+    A token's keys and values are made of one latent of `kv_rank` values and one rotating key of
+    `rope_dim` values that all heads share.
+
+    Attributes:
+        q_rank: of the queries' own latent; None: there is none.
+        nope_dim / rope_dim: parts of a head's query and key that do not rotate, and that do.
+        v_dim: of a head's values.
+        bias: the projections into latents have biases.
+    """
+
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    q_rank: int | None = None
+    bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +152,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     moe: MoeConfig | None = None
+    mla: MlaConfig | None = None  # then the one KV head is the latent and the rotating key
 
     def kind(self, layer: int) -> LayerKind:
         return self.kinds[layer] if self.kinds else LayerKind()
@@ -127,6 +161,11 @@ class ModelConfig:
     def scale(self) -> float:
         """What attention scores are multiplied by."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def value_dim(self) -> int | None:
+        """How much of a cached key is the value too; None: values are cached beside keys."""
+        return self.mla.kv_rank if self.mla else None
 
     @property
     def group_size(self) -> int:
@@ -145,6 +184,8 @@ class ModelConfig:
             fields["local_rope"] = _rope_from_json(fields["local_rope"])
         if fields.get("moe") is not None:
             fields["moe"] = MoeConfig(**fields["moe"])
+        if fields.get("mla") is not None:
+            fields["mla"] = MlaConfig(**fields["mla"])
         fields["kinds"] = tuple(LayerKind(**kind) for kind in fields.get("kinds", ()))
         return cls(**fields)
 

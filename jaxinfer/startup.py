@@ -97,7 +97,9 @@ def build_engine(
     memory, groups = plan_memory(served, config, max_model_len, weights, kept, device)
     for line in memory.lines(groups, max_model_len):
         logger.info(line)
-    pool_place = None if mesh is None else pool_sharding(groups[0].layer_shape, mesh)
+    pool_place = None
+    if mesh is not None:
+        pool_place = pool_sharding(groups[0].layer_shape, mesh, groups[0].axes)
     state = (params, empty_pools(groups, pool_place), slots, options, history)
     runner, determinism = _runner(served, config, groups, state, memory, mesh, progress)
     compiles = CompileWatch(guard_compiles)

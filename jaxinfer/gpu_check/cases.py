@@ -165,7 +165,7 @@ def make_plan(target: GpuTarget, ways: int, layers: int) -> Plan:
     )
     model = dataclasses.replace(LLAMA_3_8B, num_layers=layers)
     groups = tuple(dataclasses.replace(g, layers=tuple(range(layers))) for g in groups)
-    pools = abstract_pools(groups, pool_sharding(groups[0].layer_shape, mesh))
+    pools = abstract_pools(groups, pool_sharding(groups[0].layer_shape, mesh, groups[0].axes))
     step = StepModel(model, groups, "reference_static", mesh)
     state = (params_of(model), pools, slots, options, history)
     shapes = step_shapes(

@@ -6,6 +6,8 @@ from types import ModuleType
 from typing import cast
 
 from jaxinfer.models import (
+    deepseek_v2,
+    deepseek_v3,
     gemma2,
     gemma3_text,
     glm4,
@@ -25,6 +27,8 @@ from jaxinfer.models import (
 from jaxinfer.models.base import Family
 
 _MODULES: tuple[ModuleType, ...] = (
+    deepseek_v2,
+    deepseek_v3,
     gemma2,
     gemma3_text,
     glm4,

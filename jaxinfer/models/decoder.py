@@ -15,6 +15,7 @@ by the fields of `ModelConfig`:
     attention_scale, *_soft_cap  tanh caps of scores and logits (Gemma 2)
     *_multiplier                 scalars on embeddings, residuals and logits (Granite, Gemma)
     moe                          layers whose MLP is a mixture of experts: `models/moe.py`
+    mla                          latent attention (DeepSeek): `models/mla.py`
 
 What it is made of, and from which tensors: `models/decoder_params.py`.
 """
@@ -30,6 +31,7 @@ from jaxinfer.config import LayerKind, ModelConfig, RopeConfig
 from jaxinfer.models.base import Attend, LayerContext
 from jaxinfer.models.layers import activate, add_bias, linear, rms_norm
 from jaxinfer.models.layers import embed as embed_rows
+from jaxinfer.models.mla import latent_attention
 from jaxinfer.models.moe import moe
 from jaxinfer.models.rope import apply_rope, rope_tables
 from jaxinfer.params import Tree
@@ -62,7 +64,11 @@ def layer(
     attend: Attend,
 ) -> Float[Array, "T D"]:
     """One transformer block; `attend` stores k and v in the pool and attends over it."""
-    half = _attention(params, c, kind, _normed(params, c, x, "attn_norm"), context, attend)
+    normed = _normed(params, c, x, "attn_norm")
+    if c.mla:
+        half = latent_attention(params, c, c.mla, normed, context[kind.rope], attend)
+    else:
+        half = _attention(params, c, kind, normed, context, attend)
     x = _add(c, x, _normed(params, c, half, "attn_post_norm"))
     normed = _normed(params, c, x, "mlp_norm")
     half = moe(params, c, c.moe, normed) if c.moe and kind.moe else mlp(params, c, normed)

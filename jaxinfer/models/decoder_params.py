@@ -8,6 +8,7 @@ from typing import Any
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.models.base import HfSource
 from jaxinfer.models.layers import fuse_gate_up, mlp_block
+from jaxinfer.models.mla import mla_sources, mla_specs
 from jaxinfer.models.moe import QWEN_NAMES, Names, moe_sources, moe_specs
 from jaxinfer.params import ParamSpec, Tree
 
@@ -32,19 +33,24 @@ def _norm(size: int, axis: str | None = "embed") -> ParamSpec:
 
 
 def _layer_specs(c: ModelConfig, kind: LayerKind) -> dict[str, ParamSpec]:
+    specs = mla_specs(c, c.mla) if c.mla else _attention_specs(c)
+    specs |= moe_specs(c, c.moe) if c.moe and kind.moe else _mlp_specs(c)
+    specs |= {name: _norm(c.hidden_size) for name in _norm_names(c)}
+    if c.o_bias:
+        specs["o_bias"] = ParamSpec((c.hidden_size,), ("embed",), "zeros")
+    return specs
+
+
+def _attention_specs(c: ModelConfig) -> dict[str, ParamSpec]:
     heads = (c.num_kv_heads, c.group_size + 2, c.head_dim)
     specs = {
         "qkv": ParamSpec((*heads, c.hidden_size), ("kv_heads", None, None, "embed")),
         "o": ParamSpec(
             (c.hidden_size, c.num_kv_heads, c.group_size * c.head_dim), ("embed", "kv_heads", None)
         ),
-        **(moe_specs(c, c.moe) if c.moe and kind.moe else _mlp_specs(c)),
     }
-    specs |= {name: _norm(c.hidden_size) for name in _norm_names(c)}
     if c.qkv_bias:
         specs["qkv_bias"] = ParamSpec(heads, ("kv_heads", None, None), "zeros")
-    if c.o_bias:
-        specs["o_bias"] = ParamSpec((c.hidden_size,), ("embed",), "zeros")
     if c.qk_norm == "head":
         specs |= {"q_norm": _norm(c.head_dim, None), "k_norm": _norm(c.head_dim, None)}
     elif c.qk_norm == "all":
@@ -133,6 +139,15 @@ def _fuse_qkv(c: ModelConfig, q: Any, k: Any, v: Any) -> Any:
 
 def _layer_sources(c: ModelConfig, hf: str, norms: dict[str, str]) -> dict[str, HfSource]:
     attn, width = hf + "self_attn.", c.hidden_size
+    sources = mla_sources(c, c.mla, attn) if c.mla else _attention_sources(c, attn)
+    sources |= {ours: HfSource({f"{hf}{norms[ours]}.weight": (width,)}) for ours in _norm_names(c)}
+    if c.o_bias:
+        sources["o_bias"] = HfSource({attn + "o_proj.bias": (width,)})
+    return sources
+
+
+def _attention_sources(c: ModelConfig, attn: str) -> dict[str, HfSource]:
+    width = c.hidden_size
     rows = {"q": c.num_heads * c.head_dim, "k": c.num_kv_heads * c.head_dim}
     rows["v"] = rows["k"]
     fuse_qkv = functools.partial(_fuse_qkv, c)
@@ -140,11 +155,8 @@ def _layer_sources(c: ModelConfig, hf: str, norms: dict[str, str]) -> dict[str, 
         "qkv": HfSource(_projections(attn, rows, width), fuse_qkv),
         "o": HfSource({attn + "o_proj.weight": (width, rows["q"])}),
     }
-    sources |= {ours: HfSource({f"{hf}{norms[ours]}.weight": (width,)}) for ours in _norm_names(c)}
     if c.qkv_bias:
         sources["qkv_bias"] = HfSource(_projections(attn, rows), fuse_qkv)
-    if c.o_bias:
-        sources["o_bias"] = HfSource({attn + "o_proj.bias": (width,)})
     if c.qk_norm != "none":
         size = {"head": {"q": c.head_dim, "k": c.head_dim}, "all": rows}[c.qk_norm]
         sources |= {f"{x}_norm": HfSource({f"{attn}{x}_norm.weight": (size[x],)}) for x in "qk"}
