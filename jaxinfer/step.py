@@ -138,11 +138,8 @@ def _layer(
         q: Float[Array, "T KV G hd"], k: Float[Array, "T KV hd"], v: Float[Array, "T KV hd"] | None
     ) -> Float[Array, "T KV G vd"]:
         nonlocal stored
-        if v is None:  # the leading part of a key is its value
-            stored = (write_latent(*pool, place.pages, place.offsets, k, config.value_dim),)
-        else:
-            stored = write_kv(*pool, place.pages, place.offsets, k, v)
-        pages = (*stored, None)[:2]
+        pages = _write(config, pool, place, k, v)
+        stored = tuple(array for array in pages if array is not None)
         rows = place.kv_lens.shape[0]
         how: dict[str, Any] = {
             "scale": config.scale,
@@ -161,6 +158,17 @@ def _layer(
         return jnp.concatenate(parts)
 
     return family_of(config.family).layer(params, config, kind, x, context, attend), stored
+
+
+def _write(
+    config: ModelConfig, pool: tuple[Array, ...], place: Placement, k: Array, v: Array | None
+) -> tuple[Array, Array | None]:
+    """The pages of keys and of values, with the step's own; None: keys begin with values."""
+    where = (place.pages, place.offsets, k)
+    if v is None:
+        assert config.value_dim is not None
+        return write_latent(pool[0], *where, config.value_dim), None
+    return write_kv(pool[0], pool[1], *where, v)
 
 
 def _map_pages(slots: Slots, deltas: Int[Array, "G D 3"]) -> Slots:

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of
+from jaxinfer.models.hf_quantization import fp8_block
 from jaxinfer.models.rope_config import rope_config
 
 _LIMITS = {  # far above any model there is: larger ones are damaged files
@@ -49,12 +50,7 @@ def _model_config(hf: dict[str, Any]) -> ModelConfig:
     architectures = hf.get("architectures") or []
     if architectures and not any(a.endswith("ForCausalLM") for a in architectures):
         raise ValueError(f"architectures = {architectures}: only ...ForCausalLM models are served")
-    if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method", "unknown")
-        raise ValueError(
-            f"quantization_config: weights stored as {method!r} cannot be read; take the "
-            "unquantised checkpoint or a GGUF file"
-        )
+    fp8_block(hf)  # refuses what no reader knows
     return family.config_from_hf(hf, rope_config(hf))
 
 

@@ -48,7 +48,7 @@ def mla_sources(c: ModelConfig, m: MlaConfig, attn: str) -> dict[str, HfSource]:
     """The tensors of one layer's attention; those of keys and values of heads are one."""
     heads, width = c.num_heads, c.hidden_size
     q_rows, kv_rows = heads * (m.nope_dim + m.rope_dim), heads * (m.nope_dim + m.v_dim)
-    kv_b = {f"{attn}kv_b_proj.weight": (kv_rows, m.kv_rank)}
+    kv_b: dict[str, tuple[int, ...]] = {f"{attn}kv_b_proj.weight": (kv_rows, m.kv_rank)}
 
     def by_head(rows: Any) -> Any:
         return rows.reshape(heads, m.nope_dim + m.v_dim, m.kv_rank)
