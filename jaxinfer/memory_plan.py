@@ -80,11 +80,16 @@ def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> 
     """Bound on a program's temporaries (twice the logits, twice the widest activation, slack) and
     the logits that go from one program to the next."""
     rows = config.max_num_seqs + config.max_num_batched_tokens
-    widest = max(
+    widths = [
         2 * model.intermediate_size,
         (model.num_heads + 2 * model.num_kv_heads) * model.head_dim,
         model.hidden_size,
-    )
+    ]
+    if model.value_dim:  # every head's query is as wide as a latent, and so is what it gives
+        widths.append(model.num_heads * (2 * model.head_dim + model.value_dim))
+    if moe := model.moe:  # a row for each expert of a token
+        widths.append(moe.top_k * (2 * moe.intermediate_size + model.hidden_size))
+    widest = max(widths)
     logits = 4 * model.vocab_size * (config.max_num_seqs + MAX_PIECES)
     return 3 * logits + 2 * rows * widest * max(itemsize, 4) + WORKSPACE_SLACK
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from test_families import NOTICED, TOLERANCE, difference, family_folder
 from test_family_engine import continuations
-from tiny_checkpoint import dense_attention
+from tiny_checkpoint import dense_attention, dense_logits
 
 from jaxinfer import startup
 from jaxinfer.checkpoints import describe, inspect_checkpoint, load_model
@@ -170,8 +170,10 @@ def test_attention_over_latents_equals_values_of_their_own(implementation):
                 run(rows, k, pages, table, where, value_dim=width, **how)
 
 
-def test_preempted_latents_come_back_from_the_host(model):
-    """A pool too small for all: sequences lose their pages to host memory, and nothing else."""
+@pytest.mark.parametrize("devices", [1, 2])
+def test_preempted_latents_come_back_from_the_host(model, devices):
+    """A pool too small for all: sequences lose their pages to host memory, and nothing else; on
+    two devices, of which each has half of the heads and all of the latents."""
     (group,) = kv_groups(model.config, 1, 4, "float32")
     config = EngineConfig(
         max_num_seqs=4,
@@ -180,6 +182,7 @@ def test_preempted_latents_come_back_from_the_host(model):
         kv_pool_bytes=20 * group.page_bytes,
         kv_offload_bytes=40 * group.page_bytes,
         prefix_cache=False,
+        tensor_parallel_size=devices,
     )
     engine = startup.build_engine(model, config)
     engine.compiles.close()
@@ -189,6 +192,12 @@ def test_preempted_latents_come_back_from_the_host(model):
     together = [tokens for tokens, _ in continuations(engine, prompts, 30)]
     assert engine.counters.preemptions > 0
     assert together == alone
+    for prompt, said in zip(prompts, alone):
+        logits = dense_logits(model.config, model.params, np.array(prompt + said))[8:-1]
+        assert (logits.max(-1) - logits[range(30), said] < 1e-4 * np.abs(logits).max()).all()
+    (latents,), q = engine.runner.pools[0], engine.runner.params["layers"][0]["q"]
+    assert latents.addressable_shards[0].data.shape == latents.shape
+    assert q.addressable_shards[0].data.shape[0] == model.config.num_heads // devices
 
 
 # -- What is chosen and what is refused -------------------------------------------------------

@@ -104,6 +104,9 @@ def paged_prefill(
     joined = dynamic and rows > TILE_ROWS
     height = 2 * TILE_ROWS if joined else TILE_ROWS
     default = JOINED_BLOCK if joined else _block_for(TILE_ROWS)
+    # Heads that share their keys may be sharded: then they are the outer axis of a tile's rows.
+    heads_first = pool.v is None
+    order, back = ((1, 2, 0, 3), (2, 0, 1, 3)) if heads_first else ((1, 0, 2, 3), (1, 0, 2, 3))
     table, span = _whole_blocks(page_table, page_size, block or default)
     tiles = jnp.pad(tiles, ((0, 1), (0, 0)))
     # Tiles may overrun their rows into the next tile's, which then overwrites them.
@@ -118,8 +121,9 @@ def paged_prefill(
             count, taken = _join_next(tiles, i)
         first = jnp.where(count > 0, first, rows)  # padding tiles write past the chunk
         queries = lax.dynamic_slice_in_dim(padded, first, height, axis=0)
-        by_head = queries.transpose(1, 0, 2, 3).reshape(1, kv_heads, height * group, head_dim)
-        last = jnp.repeat(position + jnp.arange(height), group)
+        by_head = queries.transpose(order).reshape(1, kv_heads, height * group, head_dim)
+        last = position + jnp.arange(height)
+        last = jnp.tile(last, group) if heads_first else jnp.repeat(last, group)
         pages_of_slot = lax.dynamic_slice_in_dim(table, slot, 1, axis=0)
 
         def turn(masked: bool, j: Int[Array, ""], state: tuple) -> tuple:
@@ -141,8 +145,9 @@ def paged_prefill(
         elif dynamic:
             start = seen.first(position) // (span * page_size)
         state = lax.fori_loop(start, trips, functools.partial(turn, True), state)
-        attended = _finish(state, q.dtype).reshape(kv_heads, height, group, width)
-        attended = attended.transpose(1, 0, 2, 3)
+        sizes = [queries.shape[axis] for axis in order[:3]]
+        attended = _finish(state, q.dtype).reshape(*sizes, width)
+        attended = attended.transpose(back)
         return i + taken, lax.dynamic_update_slice_in_dim(out, attended, first, axis=0)
 
     out = jnp.zeros((*padded.shape[:3], width), q.dtype)
