@@ -166,6 +166,8 @@ def _builder(
     """What compiles the programs of some shapes, or loads them, into a runner's table."""
     block = ATTENTION_BLOCK if config.deterministic else None
     step_model = StepModel(model, groups, _attention(jax.devices()[0]), mesh, block)
+    if model.mla and step_model.attention != "reference":
+        logger.info("latent attention: no kernel for this device, XLA computes it (docs/gpu.md)")
     state = (runner.params, runner.pools, runner.slots, runner.options, runner.history)
     store = None  # which keeps programs of a single device only
     if mesh is None:
