@@ -115,9 +115,12 @@ class Engine:
         self.counters.received += 1
 
     def end_all(self, now: float) -> None:
-        """End every request: no more steps are taken."""
+        """End every request, of which nobody is told: no more steps are taken."""
         for sequence in list(self.scheduler.by_id.values()):
             self._end(sequence, FinishReason.CANCELLED, now)
+        self.scheduler.stop()
+        self._in_flight.clear()
+        self._pending.clear()
         self._load = self._look()
 
     def step(self, now: float) -> list[SequenceEvent]:

@@ -247,6 +247,8 @@ def _limits(
         kv_tokens=min(group.capacity for group in groups),
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
+        batch_priority=config.batch_priority,
+        interactive_reserve=config.interactive_reserve,
     )
 
 

@@ -162,8 +162,13 @@ def test_a_config_file_is_below_the_command_line_and_above_the_defaults(monkeypa
     engine = source.engine
     assert (engine.max_model_len, engine.max_num_seqs, engine.page_size) == (8000, 5, 64)
     assert source.names == ["a", "b"] and not engine.overlap
+    file.write_text("no-overlap: true\nno-prefix-cache: true\ndeterministic: true")
+    _, source = serve_options(monkeypatch, "--config", file, "--prefix-cache", "--no-deterministic")
+    engine = source.engine
+    assert (engine.overlap, engine.prefix_cache, engine.deterministic) == (False, True, False)
     for text, words_of_error in (
         ("max-num-seq: 4", "did you mean max-num-seqs?"),
+        ("no-overlap: 3", "no-overlap is 3; it is true or false"),
         ("swap-space: 4", "swap-space: use --kv-offload-gib"),
         ("- 4", "must hold options"),
         ("a: [", "cannot be read"),
