@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxinfer.checkpoints.base_names import complete_names
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.source import Source
 from jaxinfer.models.hf_config import model_config
@@ -72,7 +73,7 @@ def open_huggingface(folder: Path) -> Source:
         config = model_config(hf)
     except ValueError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
-    tensors = SafetensorsFiles(_files(folder))
+    tensors = complete_names(SafetensorsFiles(_files(folder)), config)
     try:
         tokenizer = Tokenizer.from_folder(folder, eos_token_ids(hf))
     except ValueError as error:
