@@ -34,7 +34,6 @@ def features(hf: dict[str, Any]) -> dict[str, Any]:
         "eps": "layer_norm_eps",
         "norm_type": "layer",
         "norms": "shared",
-        "parallel": True,
         "rope_pairs": "neighbours",
         "qkv_bias": bias,
         "o_bias": bias,

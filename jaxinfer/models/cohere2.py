@@ -1,4 +1,4 @@
-"""Command R7B and A: as Command R; layers with a window rotate, those that see everything do not."""
+"""Command R7B and A: as Command R; only layers with a window know positions."""
 
 from __future__ import annotations
 

@@ -5,16 +5,17 @@ arXiv:2302.13971), with grouped-query attention (Ainslie et al. 2023, arXiv:2305
 by the fields of `ModelConfig`:
 
     qkv_bias, o_bias, mlp_bias   biases of the projections (Qwen2, GLM4)
-    qk_norm                      norm of queries and keys: of each "head" (Qwen3, Gemma 3), of "each"
-                                 head by weights of its own (Cohere, StableLM) or of "all" heads
-                                 together (OLMo 2)
+    qk_norm                      norm of queries and keys: of each "head" (Qwen3, Gemma 3), of
+                                 "each" head by a LayerNorm of its own (Cohere, StableLM) or of
+                                 "all" heads together (OLMo 2)
     norms                        "pre": before each half; "post": after it, before the residual is
                                  added (OLMo 2); "both" (Gemma 2 and 3, GLM4); "shared": one before
                                  both halves (Phi, Cohere)
     norm_offset                  norms multiply by weight + 1 (Gemma)
-    norm_type, norm_*            "layer": LayerNorm, with a weight and a bias (GPT-2), without either
+    norm_type, norm_*            "layer": LayerNorm, with a weight and a bias (GPT-2), or without
                                  (OLMo)
-    parallel                     both halves read the layer's input (GPT-NeoX, Phi, Cohere)
+    parallel                     both halves read the layer's input, each by a norm of its own
+                                 (GPT-NeoX)
     gated                        whether the MLP has a gate, or is two projections (GPT-2)
     learned_positions            a vector of each position is added to the embedding (GPT-2)
     qkv_clip                     bound of queries, keys and values (OLMo)

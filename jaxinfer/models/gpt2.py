@@ -51,7 +51,7 @@ def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
     `reorder_and_upcast_attn` asks for scores in float32 where the model is in half precision,
     which they always are here.
     """
-    require("gpt2", hf, add_cross_attention=(False, None))
+    require("gpt2", hf, add_cross_attention=(False, None), rope_scaling=(None,))
     width, count, positions = hf["n_embd"], hf["n_layer"], hf["n_positions"]
     if hf.get("n_ctx", positions) != positions:
         raise ValueError(f"gpt2: n_ctx = {hf['n_ctx']} contradicts n_positions = {positions}")

@@ -56,6 +56,10 @@ def _model_config(hf: dict[str, Any]) -> ModelConfig:
             f"quantization_config: weights stored as {method!r} cannot be read; take the "
             "unquantised checkpoint or a GGUF file"
         )
+    for key in ("num_hidden_layers", "n_layer"):  # before a list of so many is made
+        count = hf.get(key, 1)
+        if type(count) is int and count > _LIMITS["num_layers"]:
+            raise ValueError(f"{key} = {count}, expected at most {_LIMITS['num_layers']}")
     return family.config_from_hf(hf, rope_config(hf))
 
 

@@ -31,7 +31,6 @@ FEATURES: dict[str, Any] = {
     "norm_type": "layer",
     "norm_bias": True,
     "norms": "shared",
-    "parallel": True,
     "gated": False,
     "qkv_bias": True,
     "o_bias": True,

@@ -23,7 +23,6 @@ __all__ = [
 
 def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
     """See `Family`. Halves side by side share a norm."""
-    parallel = bool(hf.get("use_parallel_residual", False))
     return dense_config(
         "stablelm",
         hf,
@@ -33,8 +32,7 @@ def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
         activation=activation("stablelm", hf, "hidden_act", "silu"),
         norm_type="layer",
         norm_bias=True,
-        parallel=parallel,
-        norms="shared" if parallel else "pre",
+        norms="shared" if hf.get("use_parallel_residual") else "pre",
         qkv_bias=bool(hf.get("use_qkv_bias", False)),
         qk_norm="each" if hf.get("qk_layernorm") else "none",
     )
@@ -46,7 +44,9 @@ def hf_sources(c: ModelConfig) -> dict[str, HfSource]:
     for i in range(c.num_layers if c.qk_norm == "each" else 0):
         for x, heads in (("q", c.num_heads), ("k", c.num_kv_heads)):
             norms = f"model.layers.{i}.self_attn.{x}_layernorm.norms."
-            names = {f"{norms}{head}.weight": (c.head_dim,) for head in range(heads)}
+            names: dict[str, tuple[int, ...]] = {
+                f"{norms}{head}.weight": (c.head_dim,) for head in range(heads)
+            }
             sources[f"layers.{i}.{x}_norm"] = HfSource(names, _stack)
     return sources
 
