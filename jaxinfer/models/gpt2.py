@@ -59,7 +59,7 @@ def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
     sizes = {
         "vocab_size": hf["vocab_size"],
         "hidden_size": width,
-        "intermediate_size": hf.get("n_inner") or 4 * width,
+        "intermediate_size": 4 * width if hf.get("n_inner") is None else hf["n_inner"],
         "num_hidden_layers": count,
         "num_attention_heads": hf["n_head"],
         "max_position_embeddings": positions,
