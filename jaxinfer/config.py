@@ -114,7 +114,7 @@ class ModelConfig:
     qk_norm: Literal["none", "head", "each", "all"] = "none"
     norms: Literal["pre", "post", "both", "shared"] = "pre"
     norm_offset: float = 0.0
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None

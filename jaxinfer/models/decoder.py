@@ -11,7 +11,7 @@ by the fields of `ModelConfig`:
     norms                        "pre": before each half; "post": after it, before the residual is
                                  added (OLMo 2); "both" (Gemma 2 and 3, GLM4); "shared": one before
                                  both halves (Phi, Cohere)
-    norm_offset                  norms multiply by weight + 1 (Gemma)
+    norm_offset                  norms multiply by weight + 1 (Gemma, Nemotron)
     norm_type, norm_*            "layer": LayerNorm, with a weight and a bias (GPT-2), or without
                                  (OLMo)
     parallel                     both halves read the layer's input, each by a norm of its own
@@ -101,7 +101,8 @@ def _normed(params: Tree, c: ModelConfig, x: Float[Array, "T D"], name: str) -> 
     if name not in (*norm_names(c), "final_norm"):
         return x
     if c.norm_type == "layer":
-        return layer_norm(x, params.get(name), params.get(f"{name}_bias"), c.rms_norm_eps)
+        weight, bias = params.get(name), params.get(f"{name}_bias")
+        return layer_norm(x, weight, bias, c.rms_norm_eps, c.norm_offset)
     return rms_norm(x, params[name], c.rms_norm_eps, c.norm_offset)
 
 

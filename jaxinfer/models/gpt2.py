@@ -52,33 +52,36 @@ def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
     which they always are here.
     """
     require("gpt2", hf, add_cross_attention=(False, None), rope_scaling=(None,))
-    width, count, positions = hf["n_embd"], hf["n_layer"], hf["n_positions"]
-    if hf.get("n_ctx", positions) != positions:
-        raise ValueError(f"gpt2: n_ctx = {hf['n_ctx']} contradicts n_positions = {positions}")
     by_layer = bool(hf.get("scale_attn_by_inverse_layer_idx"))
-    sizes = {
-        "vocab_size": hf["vocab_size"],
-        "hidden_size": width,
-        "intermediate_size": 4 * width if hf.get("n_inner") is None else hf["n_inner"],
-        "num_hidden_layers": count,
-        "num_attention_heads": hf["n_head"],
-        "max_position_embeddings": positions,
-        "layer_norm_epsilon": hf["layer_norm_epsilon"],
-        "tie_word_embeddings": hf.get("tie_word_embeddings", True),
-    }
     return dense_config(
         "gpt2",
-        sizes,
+        sizes("gpt2", hf),
         rope,
-        eps="layer_norm_epsilon",
         kinds=tuple(
             LayerKind(rope="none", query_scale=1 / (i + 1) if by_layer else 1.0)
-            for i in range(count)
+            for i in range(hf["n_layer"])
         ),
         activation=activation("gpt2", hf, "activation_function", "gelu_new"),
         attention_scale=None if hf.get("scale_attn_weights", True) else 1.0,
         **FEATURES,
     )
+
+
+def sizes(family: str, hf: dict[str, Any], tied: bool = True) -> dict[str, Any]:
+    """The sizes as others name them; `tied` is what a file that does not say means."""
+    width, positions = hf["n_embd"], hf["n_positions"]
+    if hf.get("n_ctx", positions) != positions:
+        raise ValueError(f"{family}: n_ctx = {hf['n_ctx']} contradicts n_positions = {positions}")
+    return {
+        "vocab_size": hf["vocab_size"],
+        "hidden_size": width,
+        "intermediate_size": 4 * width if hf.get("n_inner") is None else hf["n_inner"],
+        "num_hidden_layers": hf["n_layer"],
+        "num_attention_heads": hf["n_head"],
+        "max_position_embeddings": positions,
+        "rms_norm_eps": hf["layer_norm_epsilon"],
+        "tie_word_embeddings": hf.get("tie_word_embeddings", tied),
+    }
 
 
 def hf_sources(c: ModelConfig) -> dict[str, HfSource]:

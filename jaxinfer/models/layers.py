@@ -52,13 +52,18 @@ def layer_norm(
     weight: Float[Array, "*heads D"] | None,
     bias: Float[Array, "*heads D"] | None,
     eps: float,
+    offset: float = 0.0,
 ) -> Float[Array, "T *heads D"]:
-    """Layer norm (Ba et al. 2016, arXiv:1607.06450) of the last axis, statistics in float32."""
+    """Layer norm (Ba et al. 2016, arXiv:1607.06450) of the last axis, statistics in float32.
+
+    The normed values are multiplied by weight + offset.
+    """
     x32 = x.astype(jnp.float32)
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     normed = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
     if weight is not None:
-        normed = normed * weight.astype(jnp.float32)[None]
+        factor = weight.astype(jnp.float32) + offset if offset else weight.astype(jnp.float32)
+        normed = normed * factor[None]
     if bias is not None:
         normed = normed + bias.astype(jnp.float32)[None]
     return normed.astype(x.dtype)
@@ -89,6 +94,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 
