@@ -75,6 +75,12 @@ class MoeConfig:
         intermediate_size: of one expert.
         normalised: the weights of a token's experts are made to sum to one.
         shared_size: of the expert that every token goes to besides; 0: there is none.
+        shared_gated: a gate weighs the shared expert.
+        scoring: how the router's logits become scores. "sigmoid" (DeepSeek-V3, arXiv:2412.19437)
+            has a learned correction, which takes part in the choice and not in the weights.
+        groups / top_groups: only experts of the best groups are chosen; a group is as good as its
+            best expert, with "sigmoid" as its best two.
+        weight_scale: what the weights of a token's experts are multiplied by.
     """
 
     num_experts: int
@@ -82,6 +88,33 @@ class MoeConfig:
     intermediate_size: int
     normalised: bool = True
     shared_size: int = 0
+    shared_gated: bool = True
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    weight_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MlaConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): `models/mla.py`.
+
+    A token's keys and values are made of one latent of `kv_rank` values and one rotating key of
+    `rope_dim` values that all heads share.
+
+    Attributes:
+        q_rank: of the queries' own latent; None: there is none.
+        nope_dim / rope_dim: parts of a head's query and key that do not rotate, and that do.
+        v_dim: of a head's values.
+        bias: the projections into latents have biases.
+    """
+
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    q_rank: int | None = None
+    bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +155,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     moe: MoeConfig | None = None
+    mla: MlaConfig | None = None  # then the one KV head is the latent and the rotating key
     norm_type: Literal["rms", "layer"] = "rms"
     norm_weight: bool = True
     norm_bias: bool = False
@@ -140,6 +174,11 @@ class ModelConfig:
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
+    def value_dim(self) -> int | None:
+        """How much of a cached key is the value too; None: values are cached beside keys."""
+        return self.mla.kv_rank if self.mla else None
+
+    @property
     def group_size(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
@@ -156,6 +195,8 @@ class ModelConfig:
             fields["local_rope"] = _rope_from_json(fields["local_rope"])
         if fields.get("moe") is not None:
             fields["moe"] = MoeConfig(**fields["moe"])
+        if fields.get("mla") is not None:
+            fields["mla"] = MlaConfig(**fields["mla"])
         fields["kinds"] = tuple(LayerKind(**kind) for kind in fields.get("kinds", ()))
         return cls(**fields)
 

@@ -2,7 +2,8 @@
 
 Layers with the same cache needs form a group; each group has its own page count and page table.
 Every layer has its own pair of arrays [pages, kv_heads, page_size, head_dim], so a step updates
-them in place. Page 0 is the null page.
+them in place; with latent attention it has one, whose keys begin with the values. Page 0 is the
+null page.
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.config import ModelConfig
+from jaxinfer.sharding import LATENT_AXES, POOL_AXES
 
-Pools = list[tuple[Any, Any]]  # one (k_pages, v_pages) a layer: arrays or their structs
+# One (k_pages, v_pages) a layer, or (latent_pages,): arrays or their structs.
+Pools = list[tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
     """Layers that share a page table over `num_pages` pages, of which they need those of the last
-    `window` tokens (None: all)."""
+    `window` tokens (None: all).
+
+    With `value_dim` the leading part of a key is its value, and values have no pages of their own.
+    """
 
     layers: tuple[int, ...]
     num_pages: int
@@ -31,11 +37,22 @@ class KVGroup:
     head_dim: int
     dtype: str
     window: int | None = None
+    value_dim: int | None = None
+
+    @property
+    def num_arrays(self) -> int:
+        """Arrays of pages a layer has."""
+        return 2 if self.value_dim is None else 1
+
+    @property
+    def axes(self) -> tuple[str | None, ...]:
+        """Logical axes of the pages: a latent is that of all heads, so every device has it."""
+        return POOL_AXES if self.value_dim is None else LATENT_AXES
 
     @property
     def page_bytes(self) -> int:
         """Bytes one page takes over all layers of the group, keys and values."""
-        per_layer = 2 * self.kv_heads * self.page_size * self.head_dim
+        per_layer = self.num_arrays * self.kv_heads * self.page_size * self.head_dim
         return len(self.layers) * per_layer * jnp.dtype(self.dtype).itemsize
 
     @property
@@ -67,6 +84,7 @@ def kv_groups(
             head_dim=model.head_dim,
             dtype=dtype,
             window=window,
+            value_dim=model.value_dim,
         )
         for window, count in zip(order, counts, strict=True)
     )
@@ -125,13 +143,13 @@ def abstract_pools(groups: tuple[KVGroup, ...], sharding: Any = None) -> Pools:
     pools = []
     for _, group in sorted(by_layer.items()):
         pages = jax.ShapeDtypeStruct(group.layer_shape, jnp.dtype(group.dtype), sharding=sharding)
-        pools.append((pages, pages))
+        pools.append((pages,) * group.num_arrays)
     return pools
 
 
 def empty_pools(groups: tuple[KVGroup, ...], sharding: Any = None) -> Pools:
     """Zeroed pools on the device: every page is finite before it is written."""
     return [
-        (jnp.zeros(k.shape, k.dtype, device=sharding), jnp.zeros(v.shape, v.dtype, device=sharding))
-        for k, v in abstract_pools(groups)
+        tuple(jnp.zeros(pages.shape, pages.dtype, device=sharding) for pages in layer)
+        for layer in abstract_pools(groups)
     ]

@@ -80,11 +80,16 @@ def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> 
     """Bound on a program's temporaries (twice the logits, twice the widest activation, slack) and
     the logits that go from one program to the next."""
     rows = config.max_num_seqs + config.max_num_batched_tokens
-    widest = max(
+    widths = [
         2 * model.intermediate_size,
         (model.num_heads + 2 * model.num_kv_heads) * model.head_dim,
         model.hidden_size,
-    )
+    ]
+    if model.value_dim:  # every head's query is as wide as a latent, and so is what it gives
+        widths.append(model.num_heads * (2 * model.head_dim + model.value_dim))
+    if moe := model.moe:  # a row for each expert of a token
+        widths.append(moe.top_k * (2 * moe.intermediate_size + model.hidden_size))
+    widest = max(widths)
     logits = 4 * model.vocab_size * (config.max_num_seqs + MAX_PIECES)
     return 3 * logits + 2 * rows * widest * max(itemsize, 4) + WORKSPACE_SLACK
 
@@ -123,7 +128,7 @@ def plan_memory(
             f"{size_text(workspace + transfer)} leave {size_text(room)}; "
             "lower the pool, max_num_seqs or max_num_batched_tokens"
         )
-    on_all_devices = wanted * config.tensor_parallel_size
+    on_all_devices = wanted * _pool_shards(model, config)
     slots, page_size = config.max_num_seqs, config.page_size
     pages = pages_that_fit(model, page_size, kv_dtype, on_all_devices, slots, max_model_len)
     needed = pages_for(max_model_len, page_size) + 1
@@ -138,7 +143,7 @@ def plan_memory(
     # More pages than all slots could ever fill would only cost memory.
     pages = tuple(min(count, (needed - 1) * slots + 1) for count in pages)
     groups = kv_groups(model, pages, config.page_size, kv_dtype)
-    pool = sum(g.num_pages * g.page_bytes for g in groups) // config.tensor_parallel_size
+    pool = sum(g.num_pages * g.page_bytes for g in groups) // _pool_shards(model, config)
     plan = MemoryPlan(total, usable, weights_bytes, slot_bytes, workspace, pool, transfer, host)
     return plan, groups
 
@@ -160,5 +165,10 @@ def _offload_bytes(model: ModelConfig, config: EngineConfig, kv_dtype: str) -> t
             f"{size_text(sum(group.page_bytes for group in groups))} at least and fit into the "
             f"{size_text(available)} of host memory that are free"
         )
-    largest = max(group.page_bytes for group in groups) // config.tensor_parallel_size
+    largest = max(group.page_bytes for group in groups) // _pool_shards(model, config)
     return host, BATCH * largest
+
+
+def _pool_shards(model: ModelConfig, config: EngineConfig) -> int:
+    """Devices that share a pool: latents are those of all heads, so each has them all."""
+    return 1 if model.mla else config.tensor_parallel_size

@@ -22,29 +22,40 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int, Num
 
 from jaxinfer.kv_pool import KVGroup, Pools
-from jaxinfer.sharding import POOL_AXES, constrain, partition_spec
+from jaxinfer.sharding import constrain, partition_spec
 from jaxinfer.step_plan import StepPlan
 
 BATCH = 8  # pages one program moves
 MOST_BATCHES = 4  # reads, and writes, on their way at once
-BATCH_AXES = (None, None, None, *POOL_AXES[1:])  # page, layer, keys or values, heads, ...
 
 
-@functools.partial(jax.jit, static_argnames=("mesh",))
+Axes = tuple[str | None, ...]
+
+
+def _batch_axes(pool_axes: Axes) -> Axes:
+    return (None, None, None, *pool_axes[1:])  # page, layer, keys or values, heads, ...
+
+
+@functools.partial(jax.jit, static_argnames=("axes", "mesh"))
 def read_pages(
-    pools: Pools, pages: Int[Array, " B"], *, mesh: Mesh | None
-) -> Num[Array, "B L 2 KV ps hd"]:
-    """Pages of all layers of a group, those of one page side by side."""
+    pools: Pools, pages: Int[Array, " B"], *, axes: Axes, mesh: Mesh | None
+) -> Num[Array, "B L kv KV ps hd"]:
+    """Pages of all layers of a group, those of one page side by side; `axes` are the pools'."""
     layers = [
         jnp.stack([pool.at[pages].get(mode="promise_in_bounds") for pool in pair], axis=1)
         for pair in pools
     ]
-    return constrain(jnp.stack(layers, axis=1), mesh, *BATCH_AXES)
+    return constrain(jnp.stack(layers, axis=1), mesh, *_batch_axes(axes))
 
 
-@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("pools",))
+@functools.partial(jax.jit, static_argnames=("axes", "mesh"), donate_argnames=("pools",))
 def write_pages(
-    pools: Pools, pages: Int[Array, " B"], data: Num[Array, "B L 2 KV ps hd"], *, mesh: Mesh | None
+    pools: Pools,
+    pages: Int[Array, " B"],
+    data: Num[Array, "B L kv KV ps hd"],
+    *,
+    axes: Axes,
+    mesh: Mesh | None,
 ) -> Pools:
     """The inverse of `read_pages`, in place. Padding writes the null page several times."""
     written = [
@@ -54,13 +65,13 @@ def write_pages(
         )
         for layer, pair in enumerate(pools)
     ]
-    return constrain(written, mesh, *POOL_AXES)
+    return constrain(written, mesh, *axes)
 
 
 def batch_struct(group: KVGroup, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
     """What `read_pages` gives."""
-    place = None if mesh is None else NamedSharding(mesh, partition_spec(BATCH_AXES))
-    shape = (BATCH, len(group.layers), 2, *group.layer_shape[1:])
+    place = None if mesh is None else NamedSharding(mesh, partition_spec(_batch_axes(group.axes)))
+    shape = (BATCH, len(group.layers), group.num_arrays, *group.layer_shape[1:])
     return jax.ShapeDtypeStruct(shape, jnp.dtype(group.dtype), sharding=place)
 
 

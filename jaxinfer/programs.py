@@ -198,8 +198,9 @@ def _transfers(model: StepModel, pools: Pools, pages: Any) -> list[Lowerable]:
     transfers = []
     for i, group in enumerate(model.groups):
         args, data = (pools_of(pools, group), pages), batch_struct(group, model.mesh)
-        read = partial(read_pages.lower, *args, mesh=model.mesh)
-        write = partial(write_pages.lower, *args, data, mesh=model.mesh)
+        how: dict[str, Any] = {"axes": group.axes, "mesh": model.mesh}
+        read = partial(read_pages.lower, *args, **how)
+        write = partial(write_pages.lower, *args, data, **how)
         transfers.append(Lowerable(f"read_pages {i}", ("read_pages", i), read))
         transfers.append(Lowerable(f"write_pages {i}", ("write_pages", i), write))
     return transfers

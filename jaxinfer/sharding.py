@@ -30,6 +30,7 @@ DEFAULT_RULES: Rules = MappingProxyType(
     }
 )
 POOL_AXES = (None, "kv_heads", None, None)  # [pages, kv_heads, page_size, head_dim]
+LATENT_AXES = (None, None, None, None)  # of pages that all heads share
 
 
 class ShardingError(ValueError):
@@ -85,13 +86,16 @@ def param_shardings(specs: Tree, mesh: Mesh | AbstractMesh, rules: Rules = DEFAU
 
 
 def pool_sharding(
-    layer_shape: tuple[int, int, int, int], mesh: Mesh | AbstractMesh, rules: Rules = DEFAULT_RULES
+    layer_shape: tuple[int, int, int, int],
+    mesh: Mesh | AbstractMesh,
+    axes: Sequence[str | None] = POOL_AXES,
+    rules: Rules = DEFAULT_RULES,
 ) -> NamedSharding:
     """Where a KV pool [pages, kv_heads, page_size, head_dim] lies: by key/value head.
 
     Raises ShardingError when the heads do not divide over the mesh axis.
     """
-    return _shard(layer_shape, POOL_AXES, mesh, rules, "KV pool")
+    return _shard(layer_shape, axes, mesh, rules, "KV pool")
 
 
 def constrain(tree: Tree, mesh: Mesh | None, *axes: str | None) -> Tree:

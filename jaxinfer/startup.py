@@ -97,7 +97,9 @@ def build_engine(
     memory, groups = plan_memory(served, config, max_model_len, weights, kept, device)
     for line in memory.lines(groups, max_model_len):
         logger.info(line)
-    pool_place = None if mesh is None else pool_sharding(groups[0].layer_shape, mesh)
+    pool_place = None
+    if mesh is not None:
+        pool_place = pool_sharding(groups[0].layer_shape, mesh, groups[0].axes)
     state = (params, empty_pools(groups, pool_place), slots, options, history)
     runner, determinism = _runner(served, config, groups, state, memory, mesh, progress)
     compiles = CompileWatch(guard_compiles)
@@ -164,6 +166,8 @@ def _builder(
     """What compiles the programs of some shapes, or loads them, into a runner's table."""
     block = ATTENTION_BLOCK if config.deterministic else None
     step_model = StepModel(model, groups, _attention(jax.devices()[0]), mesh, block)
+    if model.mla and step_model.attention != "reference":
+        logger.info("latent attention: no kernel for this device, XLA computes it (docs/gpu.md)")
     state = (runner.params, runner.pools, runner.slots, runner.options, runner.history)
     store = None  # which keeps programs of a single device only
     if mesh is None:

@@ -21,12 +21,18 @@ from jaxinfer.models import family_of
 from jaxinfer.models.base import LayerContext
 from jaxinfer.params import Tree
 from jaxinfer.sampler import SampleRows
-from jaxinfer.sharding import POOL_AXES, constrain
+from jaxinfer.sharding import constrain
 from jaxinfer.slot_state import Slots
 from jaxinfer.slot_state import admit as _admit
 from jaxinfer.slot_state import load_history as _load_history
 from jaxinfer.step_plan import StepShape, layout
-from pallas_kernels.paged_attention import Implementation, paged_attention, paged_prefill, write_kv
+from pallas_kernels.paged_attention import (
+    Implementation,
+    paged_attention,
+    paged_prefill,
+    write_kv,
+    write_latent,
+)
 
 admit = jax.jit(_admit, donate_argnames=("slots", "options"))
 load_history = jax.jit(_load_history, donate_argnames=("history",))
@@ -109,7 +115,7 @@ def forward(
     slots, sampled, last = _finish_rows(slots, rows, live, inputs, shape)
     # By vocabulary first: asked for whole logits, the compiler would gather the head's weight.
     logits = constrain(family.unembed(params, model.config, x[last]), model.mesh, None, "vocab")
-    pools = constrain(pools, model.mesh, *POOL_AXES)
+    pools = constrain(pools, model.mesh, *model.groups[0].axes)
     return pools, *constrain((slots, sampled, logits), model.mesh)
 
 
@@ -118,21 +124,22 @@ def _layer(
     params: Tree,
     x: Float[Array, "T D"],
     context: LayerContext,
-    pool: tuple[Array, " Array"],
+    pool: tuple[Array, ...],
     place: Placement,
     *,
     model: StepModel,
     kind: LayerKind,
-) -> tuple[Float[Array, "T D"], tuple[Array, " Array"]]:
+) -> tuple[Float[Array, "T D"], tuple[Array, ...]]:
     """One layer. An inner jit, so that it is traced once a kind of layer and not once a layer."""
     config = model.config
     stored = pool
 
     def attend(
-        q: Float[Array, "T KV G hd"], k: Float[Array, "T KV hd"], v: Float[Array, "T KV hd"]
-    ) -> Float[Array, "T KV G hd"]:
+        q: Float[Array, "T KV G hd"], k: Float[Array, "T KV hd"], v: Float[Array, "T KV hd"] | None
+    ) -> Float[Array, "T KV G vd"]:
         nonlocal stored
-        stored = write_kv(*pool, place.pages, place.offsets, k, v)
+        pages = _write(config, pool, place, k, v)
+        stored = tuple(array for array in pages if array is not None)
         rows = place.kv_lens.shape[0]
         how: dict[str, Any] = {
             "scale": config.scale,
@@ -140,16 +147,28 @@ def _layer(
             "soft_cap": config.attention_soft_cap,
             "implementation": model.attention,
             "block": model.attention_block,
+            "value_dim": config.value_dim,
         }
         parts = []
         if rows:
             decode = (place.decode_table, place.kv_lens)
-            parts.append(paged_attention(q[:rows], *stored, *decode, **how))
+            parts.append(paged_attention(q[:rows], *pages, *decode, **how))
         if place.tiles is not None:
-            parts.append(paged_prefill(q[rows:], *stored, place.table, place.tiles, **how))
+            parts.append(paged_prefill(q[rows:], *pages, place.table, place.tiles, **how))
         return jnp.concatenate(parts)
 
     return family_of(config.family).layer(params, config, kind, x, context, attend), stored
+
+
+def _write(
+    config: ModelConfig, pool: tuple[Array, ...], place: Placement, k: Array, v: Array | None
+) -> tuple[Array, Array | None]:
+    """The pages of keys and of values, with the step's own; None: keys begin with values."""
+    where = (place.pages, place.offsets, k)
+    if v is None:
+        assert config.value_dim is not None
+        return write_latent(pool[0], *where, config.value_dim), None
+    return write_kv(pool[0], pool[1], *where, v)
 
 
 def _map_pages(slots: Slots, deltas: Int[Array, "G D 3"]) -> Slots:

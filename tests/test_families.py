@@ -76,6 +76,10 @@ def rope(**changes: Any) -> Any:
     return lambda c: dataclasses.replace(c, rope=dataclasses.replace(c.rope, **changes))
 
 
+def moe(**changes: Any) -> Any:
+    return lambda c: dataclasses.replace(c, moe=dataclasses.replace(c.moe, **changes))
+
+
 FEATURES = {
     "mistral": {"window": kinds(window=None), "its size": kinds(window=9)},
     "qwen2": {"windows": kinds(window=None), "which layers": kinds(window=8)},
@@ -133,6 +137,27 @@ FEATURES = {
             c, moe=dataclasses.replace(c.moe, normalised=False)
         ),
     },
+    "deepseek_v2": {
+        "scale": without(attention_scale=16**-0.5),
+        "rope scaling": rope(scaling="none"),
+        "attention factor": rope(attention_factor=1.0),
+        "pairs": without(rope_pairs="halves"),
+        "groups": moe(groups=1, top_groups=1),
+        "their best expert": moe(groups=2, top_groups=1),
+        "weights as they are": moe(normalised=True),
+        "weight scale": moe(weight_scale=1.0),
+        "shared experts": moe(shared_size=0),
+    },
+    "deepseek_v3": {
+        "scale": without(attention_scale=16**-0.5),
+        "rope scaling": rope(scaling="none"),
+        "pairs": without(rope_pairs="halves"),
+        "groups": moe(groups=1, top_groups=1),
+        "sigmoid": moe(scoring="softmax"),
+        "normalised weights": moe(normalised=False),
+        "weight scale": moe(weight_scale=1.0),
+        "shared expert": moe(shared_size=0),
+    },
     "glm4": {"pairs": without(rope_pairs="halves"), "part that rotates": without(rotary_dim=None)},
 }
 
@@ -167,6 +192,12 @@ def test_the_oracle_notices_a_feature_that_is_switched_off(models, family, featu
         ("qwen3_moe", "q_norm", 1.0),
         ("qwen2_moe", "shared_gate", 0.0),
         ("qwen2_moe", "router", 0.0),
+        ("deepseek_v2", "kv_a_bias", 0.0),
+        ("deepseek_v2", "o_bias", 0.0),
+        ("deepseek_v2", "kv_a_norm", 1.0),
+        ("deepseek_v3", "q_a_norm", 1.0),
+        ("deepseek_v3", "kv_a_norm", 1.0),
+        ("deepseek_v3", "correction", 0.0),
         ("glm4", "attn_post_norm", 1.0),
         ("glm4", "mlp_post_norm", 1.0),
     ],
@@ -192,3 +223,5 @@ def test_kinds_of_layers(models):
         LayerKind(8, "local"), LayerKind(8, "local"), LayerKind(),
     )  # fmt: skip
     assert models["qwen2"].config.kinds == (LayerKind(), LayerKind(8))
+    for family in ("deepseek_v2", "deepseek_v3"):
+        assert [kind.moe for kind in models[family].config.kinds] == [False, True, True]

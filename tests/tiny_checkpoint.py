@@ -210,9 +210,11 @@ def dense_logits(config: ModelConfig, params: Any, tokens: np.ndarray) -> np.nda
 
 
 def dense_attention(
-    config: ModelConfig, window: int | None, q: jax.Array, k: jax.Array, v: jax.Array
+    config: ModelConfig, window: int | None, q: jax.Array, k: jax.Array, v: jax.Array | None
 ) -> jax.Array:
     """Causal attention of all tokens to all, with a model's scale, cap and window."""
+    if v is None:
+        v = k[..., : config.value_dim]
     position = np.arange(len(q))
     seen = position[None, :] <= position[:, None]
     if window is not None:

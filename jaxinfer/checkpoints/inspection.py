@@ -17,6 +17,7 @@ from jaxinfer.checkpoints import orbax_io
 from jaxinfer.checkpoints.load import open_model_folder, open_source, resolve_model
 from jaxinfer.checkpoints.source import check_inventory
 from jaxinfer.config import ModelConfig, RopeConfig
+from jaxinfer.kv_pool import kv_groups
 from jaxinfer.models import family_of
 from jaxinfer.params import named_leaves, param_bytes
 from jaxinfer.sizes import size_text
@@ -54,9 +55,9 @@ class CheckpointInfo:
         return param_bytes(family_of(self.config.family).param_specs(self.config), dtype)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes one token takes in the KV pool: a key and a value of every layer and KV head."""
-        c = self.config
-        return 2 * c.num_layers * c.num_kv_heads * c.head_dim * jnp.dtype(dtype).itemsize
+        """Bytes one token takes in the KV pool: a key and a value of every layer and KV head, or
+        the latent of every layer."""
+        return sum(group.page_bytes for group in kv_groups(self.config, 1, 1, dtype))
 
     def kv_tokens_within(self, memory: int, dtype: str) -> int:
         """Tokens of KV pool that `memory` bytes hold beside the weights; 0 if not even those fit.
@@ -119,6 +120,9 @@ def describe(info: CheckpointInfo, device_gib: float | None = None) -> Table:
     c = info.config
     table = Table(title=info.description, show_header=False, title_justify="left")
     heads = f"{c.num_heads} query, {c.num_kv_heads} KV, of {c.head_dim}"
+    if m := c.mla:
+        latent = f"one latent of {m.kv_rank} + {m.rope_dim}"
+        heads = f"{c.num_heads} query, of {m.nope_dim} + {m.rope_dim}, over {latent}"
     stored = ", ".join(f"{kind} {size_text(size)}" for kind, size in sorted(info.stored.items()))
     rows = [
         ("family", c.family),

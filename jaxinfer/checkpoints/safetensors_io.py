@@ -12,8 +12,10 @@ from safetensors import SafetensorError, safe_open
 
 from jaxinfer.checkpoints.base_names import complete_names
 from jaxinfer.checkpoints.errors import CheckpointError
-from jaxinfer.checkpoints.source import Source
+from jaxinfer.checkpoints.fp8 import Fp8Tensors
+from jaxinfer.checkpoints.source import Source, Tensors
 from jaxinfer.models.hf_config import model_config
+from jaxinfer.models.hf_quantization import fp8_block
 from jaxinfer.tokenizer import Tokenizer, eos_token_ids
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -73,13 +75,16 @@ def open_huggingface(folder: Path) -> Source:
         config = model_config(hf)
     except ValueError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
-    tensors = complete_names(SafetensorsFiles(_files(folder)), config)
+    description, files = f"Hugging Face folder {folder}", SafetensorsFiles(_files(folder))
+    block = fp8_block(hf)
+    tensors: Tensors = files if block is None else Fp8Tensors(files, block, description)
+    tensors = complete_names(tensors, config)
     try:
         tokenizer = Tokenizer.from_folder(folder, eos_token_ids(hf))
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
-    return Source(f"Hugging Face folder {folder}", config, dtype, tensors, tokenizer)
+    return Source(description, config, dtype, tensors, tokenizer)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -8,6 +8,7 @@ and placed one parameter at a time, so that only the largest ever exists twice.
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,9 +23,12 @@ from jaxinfer.models.base import HfSource
 from jaxinfer.params import ParamSpec, Tree, map_named_specs, named_leaves
 from jaxinfer.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 Progress = Callable[[str, int, int], None]  # (what, done, total), for a progress bar
 Place = Callable[[np.ndarray, ParamSpec], Any]  # host array -> where the parameter lives
 
+_LAYER = re.compile(r"model\.layers\.(\d+)(?=\.)")
 # Buffers that some exporters write and nothing reads: they follow from the config.
 _HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.(attn|attention)\.(masked_)?bias")
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -93,10 +97,27 @@ def check_inventory(source: Source) -> None:
     ]
     if problems:
         raise CheckpointError(summarise(source.description, problems))
+    if further := sorted({layer for name in shapes if (layer := _further_layer(source, name))}):
+        logger.info(
+            f"{source.description}: {', '.join(further)}: ignored: layers that predict further "
+            "tokens are not used"
+        )
+
+
+def _further_layer(source: Source, name: str) -> str | None:
+    """The layer after the model's last that a tensor belongs to, if it predicts further tokens
+    (multi-token prediction, DeepSeek-V3): it has a projection of its own before it."""
+    found = _LAYER.match(name)
+    if not found or int(found[1]) < source.config.num_layers:
+        return None
+    return found[0] if f"{found[0]}.eh_proj.weight" in source.tensors.shapes else None
 
 
 def _ignorable(source: Source, name: str) -> bool:
-    """Whether an extra tensor says nothing new: a derived buffer, or a copy of the tied head."""
+    """Whether an extra tensor says nothing new: a derived buffer, or a copy of the tied head; or
+    is of a layer that is not used."""
+    if _further_layer(source, name):
+        return True
     if _HARMLESS.fullmatch(name):
         return True
     if name not in _HEADS or not source.config.tie_embeddings:
@@ -135,7 +156,8 @@ def load_params(source: Source, dtype: str, place: Place, progress: Progress | N
 
 
 def _assemble(source: Source, path: str, hf: HfSource, spec: ParamSpec, dtype: str) -> np.ndarray:
-    """One parameter, checked to be finite."""
+    """One parameter, checked to be finite. Wide parts are narrowed one by one."""
+    kind = spec.resolve_dtype(dtype)
     parts = []
     for name in hf.tensors:
         part = source.tensors.read(name)
@@ -143,14 +165,18 @@ def _assemble(source: Source, path: str, hf: HfSource, spec: ParamSpec, dtype: s
             raise CheckpointError(
                 f"{source.tensors.where(name)}: {name}: {bad} of {part.size} values are NaN or Inf"
             )
+        if part.dtype != kind and part.dtype.itemsize >= kind.itemsize:
+            part = _narrowed(part, kind, f"{source.description}: {path}")
         parts.append(part)
     fused = hf.combine(*parts) if hf.combine else parts[0]
-    kind = spec.resolve_dtype(dtype)
-    array = fused.reshape(spec.shape).astype(kind, copy=False, order="C")
-    if fused.dtype != kind and (bad := non_finite(array)):
+    return fused.reshape(spec.shape).astype(kind, copy=False, order="C")
+
+
+def _narrowed(part: np.ndarray, kind: np.dtype, where: str) -> np.ndarray:
+    array = part.astype(kind)
+    if bad := non_finite(array):
         raise CheckpointError(
-            f"{source.description}: {path}: {bad} values are too large for {kind.name};"
-            " choose float32 or bfloat16"
+            f"{where}: {bad} values are too large for {kind.name}; choose float32 or bfloat16"
         )
     return array
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from jaxinfer.gpu_check.cases import make_plan
+from jaxinfer.gpu_check.cases import make_plan, model_of
 from jaxinfer.gpu_check.checks import examine
 from jaxinfer.gpu_check.target import TARGETS
 
@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--program", required=True)
     args = parser.parse_args()
-    plan = make_plan(TARGETS[args.device], args.ways, args.layers)
+    plan = make_plan(TARGETS[args.device], args.ways, args.layers, model_of(args.program))
     program = plan.programs[args.program]
     print(json.dumps(examine(program, plan.expectation(program)).to_json()))
 

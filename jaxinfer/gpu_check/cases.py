@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.config import EngineConfig, ModelConfig, RopeConfig
+from jaxinfer.config import EngineConfig, MlaConfig, ModelConfig, RopeConfig
 from jaxinfer.gpu_check.target import GpuTarget, devices
 from jaxinfer.kv_pool import abstract_pools, pages_for
 from jaxinfer.memory_plan import plan_memory
@@ -35,6 +35,22 @@ LLAMA_3_8B = ModelConfig(
     max_position=8192,
     rope=RopeConfig(theta=500000.0),
 )
+LATENT = ModelConfig(  # latent attention, of the shape of DeepSeek V2 Lite, and no experts
+    family="deepseek_v2",
+    vocab_size=102400,
+    hidden_size=2048,
+    intermediate_size=10944,
+    num_layers=27,
+    num_heads=16,
+    num_kv_heads=1,
+    head_dim=512 + 64,
+    rotary_dim=64,
+    rope_pairs="neighbours",
+    attention_scale=192**-0.5,
+    max_position=8192,
+    mla=MlaConfig(kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
+)
+LATENT_PREFIX = "latent "  # of the names of its programs
 ENGINE = EngineConfig(
     max_num_seqs=256, max_model_len=8192, max_num_batched_tokens=2048, dtype="bfloat16"
 )
@@ -51,8 +67,16 @@ PROGRAMS = {  # by devices: the programs compiled by default
         "sample full 264",
         "admit",
         "load_history",
+        "latent forward 64+0",
     ),
-    8: ("forward 64+0", "forward 256+0", "forward 8+256", "forward 256+2048", "sample full 264"),
+    8: (
+        "forward 64+0",
+        "forward 256+0",
+        "forward 8+256",
+        "forward 256+2048",
+        "sample full 264",
+        "latent forward 8+256",
+    ),
 }
 SLACK = 64 << 20
 
@@ -130,7 +154,14 @@ class Plan:
         )
 
 
-def make_plan(target: GpuTarget, ways: int, layers: int) -> Plan:
+def model_of(program: str) -> ModelConfig:
+    """The model that a program of that name is a step of."""
+    return LATENT if program.startswith(LATENT_PREFIX) else LLAMA_3_8B
+
+
+def make_plan(
+    target: GpuTarget, ways: int, layers: int, whole_model: ModelConfig = LLAMA_3_8B
+) -> Plan:
     """Plan memory for the whole model, then keep `layers` of it, each as large as in the whole.
 
     Raises MemoryPlanError when the model does not fit, ShardingError when it does not divide.
@@ -148,30 +179,34 @@ def make_plan(target: GpuTarget, ways: int, layers: int) -> Plan:
 
     slots = on_all(empty_slots, engine.max_num_seqs, (table_width,))
     options = on_all(empty_options, engine.max_num_seqs)
-    history = on_all(empty_history, engine.max_num_seqs, LLAMA_3_8B.vocab_size)
+    history = on_all(empty_history, engine.max_num_seqs, whole_model.vocab_size)
 
     def params_of(model: ModelConfig) -> Tree:
         specs = family_of(model.family).param_specs(model)
         return abstract_params(specs, engine.dtype, lambda spec: sharding_of(spec, mesh))
 
-    weights = device_bytes(params_of(LLAMA_3_8B))
+    weights = device_bytes(params_of(whole_model))
     memory, groups = plan_memory(
-        LLAMA_3_8B,
+        whole_model,
         engine,
         engine.max_model_len,  # type: ignore[arg-type]
         weights,
         device_bytes((slots, options, history)),
         target,  # type: ignore[arg-type]
     )
-    model = dataclasses.replace(LLAMA_3_8B, num_layers=layers)
+    model = dataclasses.replace(whole_model, num_layers=layers)
     groups = tuple(dataclasses.replace(g, layers=tuple(range(layers))) for g in groups)
-    pools = abstract_pools(groups, pool_sharding(groups[0].layer_shape, mesh))
+    pools = abstract_pools(groups, pool_sharding(groups[0].layer_shape, mesh, groups[0].axes))
     step = StepModel(model, groups, "reference_static", mesh)
     state = (params_of(model), pools, slots, options, history)
     shapes = step_shapes(
         engine.max_num_seqs, engine.max_num_batched_tokens, engine.page_size, len(groups)
     )
-    programs = {p.name: p for p in program_set(step, shapes, state)}
+    prefix = LATENT_PREFIX if whole_model.mla else ""
+    programs = {
+        f"{prefix}{p.name}": dataclasses.replace(p, name=f"{prefix}{p.name}")
+        for p in program_set(step, shapes, state)
+    }
     resident = weights + memory.pool_bytes + device_bytes(state[2:])
     return Plan(target, step, state, programs, resident)
 

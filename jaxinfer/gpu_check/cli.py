@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from jaxinfer.gpu_check.cases import FEW_LAYERS, LLAMA_3_8B, PROGRAMS
+from jaxinfer.gpu_check.cases import FEW_LAYERS, PROGRAMS, model_of
 from jaxinfer.gpu_check.checks import Result
 from jaxinfer.gpu_check.target import TARGETS, environment
 
@@ -81,9 +81,8 @@ def main(
     if device not in TARGETS or not set(gpus or ()) <= set(PROGRAMS):
         errors.print(f"--device is one of {', '.join(TARGETS)}; --gpus is 1 or 8", markup=False)
         raise typer.Exit(2)
-    layers = LLAMA_3_8B.num_layers if full else FEW_LAYERS
     todo = [
-        Job(device, ways, layers, name)
+        Job(device, ways, model_of(name).num_layers if full else FEW_LAYERS, name)
         for ways in gpus or PROGRAMS
         for name in PROGRAMS[ways]
         if not program or name in program
@@ -118,7 +117,8 @@ def _row(job: Job, result: Result) -> dict:
 
 
 def _print(target: str, results: list[tuple[Job, Result]]) -> None:
-    table = Table(title=f"Llama 3 8B in bf16, compiled for {target}; nothing was executed")
+    models = "Llama 3 8B (latent: attention of DeepSeek V2 Lite) in bf16"
+    table = Table(title=f"{models}, compiled for {target}; nothing was executed")
     for heading in ("program", "GPUs", "layers"):
         table.add_column(heading)
     for heading in (
@@ -132,7 +132,7 @@ def _print(target: str, results: list[tuple[Job, Result]]) -> None:
     for heading in ("collectives", "CPU s", "result"):
         table.add_column(heading)
     for job, result in results:
-        in_layers = job.program.startswith("forward")
+        in_layers = "forward" in job.program
         row = [job.program, str(job.ways), str(job.layers) if in_layers else "-"]
         if f := result.figures:
             row += [

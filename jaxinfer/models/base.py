@@ -12,7 +12,8 @@ from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.params import Tree
 
 LayerContext = Any  # a family's own pytree, made once a step
-# attend(q [T, kv_heads, group, head_dim], k [T, kv_heads, head_dim], v) -> like q
+# attend(q [T, kv_heads, group, head_dim], k [T, kv_heads, head_dim], v) -> like q, as wide as v.
+# v None: the leading `value_dim` of k is.
 Attend = Callable[[Any, Any, Any], Any]
 
 

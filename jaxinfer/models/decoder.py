@@ -25,6 +25,7 @@ by the fields of `ModelConfig`:
     attention_scale, *_soft_cap  tanh caps of scores and logits (Gemma 2)
     *_multiplier                 scalars on embeddings, residuals and logits (Granite, Gemma)
     moe                          layers whose MLP is a mixture of experts: `models/moe.py`
+    mla                          latent attention (DeepSeek): `models/mla.py`
 
 What it is made of, and from which tensors: `models/decoder_params.py`.
 """
@@ -48,6 +49,7 @@ from jaxinfer.models.layers import (
     rms_norm,
 )
 from jaxinfer.models.layers import embed as embed_rows
+from jaxinfer.models.mla import latent_attention
 from jaxinfer.models.moe import moe
 from jaxinfer.models.rope import apply_rope, rope_tables
 from jaxinfer.params import Tree
@@ -88,7 +90,10 @@ def layer(
 ) -> Float[Array, "T D"]:
     """One transformer block; `attend` stores k and v in the pool and attends over it."""
     normed = _normed(params, c, x, "attn_norm")
-    half = _attention(params, c, kind, normed, context, attend)
+    if c.mla:
+        half = latent_attention(params, c, c.mla, normed, context[kind.rope], attend)
+    else:
+        half = _attention(params, c, kind, normed, context, attend)
     after = _add(c, x, _normed(params, c, half, "attn_post_norm"))
     if c.norms != "shared":
         normed = _normed(params, c, x if c.parallel else after, "mlp_norm")

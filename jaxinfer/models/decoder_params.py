@@ -9,6 +9,7 @@ from typing import Any
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.models.base import HfSource
 from jaxinfer.models.layers import fuse_gate_up, mlp_block
+from jaxinfer.models.mla import mla_sources, mla_specs
 from jaxinfer.models.moe import QWEN_NAMES, Names, moe_sources, moe_specs
 from jaxinfer.params import ParamSpec, Tree
 
@@ -44,19 +45,24 @@ def _norm_specs(c: ModelConfig, *names: str) -> dict[str, ParamSpec]:
 
 
 def _layer_specs(c: ModelConfig, kind: LayerKind) -> dict[str, ParamSpec]:
+    specs = mla_specs(c, c.mla) if c.mla else _attention_specs(c)
+    specs |= moe_specs(c, c.moe) if c.moe and kind.moe else _mlp_specs(c)
+    specs |= _norm_specs(c, *norm_names(c))
+    if c.o_bias:
+        specs["o_bias"] = ParamSpec((c.hidden_size,), ("embed",), "zeros")
+    return specs
+
+
+def _attention_specs(c: ModelConfig) -> dict[str, ParamSpec]:
     heads = (c.num_kv_heads, c.group_size + 2, c.head_dim)
     specs = {
         "qkv": ParamSpec((*heads, c.hidden_size), ("kv_heads", None, None, "embed")),
         "o": ParamSpec(
             (c.hidden_size, c.num_kv_heads, c.group_size * c.head_dim), ("embed", "kv_heads", None)
         ),
-        **(moe_specs(c, c.moe) if c.moe and kind.moe else _mlp_specs(c)),
     }
-    specs |= _norm_specs(c, *norm_names(c))
     if c.qkv_bias:
         specs["qkv_bias"] = ParamSpec(heads, ("kv_heads", None, None), "zeros")
-    if c.o_bias:
-        specs["o_bias"] = ParamSpec((c.hidden_size,), ("embed",), "zeros")
     if c.qk_norm == "head":
         specs |= {"q_norm": _norm(c.head_dim, None), "k_norm": _norm(c.head_dim, None)}
     elif c.qk_norm == "each":
@@ -189,6 +195,15 @@ def _fuse_qkv(c: ModelConfig, q: Any, k: Any, v: Any) -> Any:
 
 def _layer_sources(c: ModelConfig, hf: str, norms: dict[str, str]) -> dict[str, HfSource]:
     attn, width = hf + "self_attn.", c.hidden_size
+    sources = mla_sources(c, c.mla, attn) if c.mla else _attention_sources(c, attn)
+    sources |= _norm_sources(c, {ours: f"{hf}{norms[ours]}" for ours in norm_names(c)})
+    if c.o_bias:
+        sources["o_bias"] = HfSource({attn + "o_proj.bias": (width,)})
+    return sources
+
+
+def _attention_sources(c: ModelConfig, attn: str) -> dict[str, HfSource]:
+    width = c.hidden_size
     rows = {"q": c.num_heads * c.head_dim, "k": c.num_kv_heads * c.head_dim}
     rows["v"] = rows["k"]
     fuse_qkv = functools.partial(_fuse_qkv, c)
@@ -196,11 +211,8 @@ def _layer_sources(c: ModelConfig, hf: str, norms: dict[str, str]) -> dict[str, 
         "qkv": HfSource(_projections(attn, rows, width), fuse_qkv),
         "o": HfSource({attn + "o_proj.weight": (width, rows["q"])}),
     }
-    sources |= _norm_sources(c, {ours: f"{hf}{norms[ours]}" for ours in norm_names(c)})
     if c.qkv_bias:
         sources["qkv_bias"] = HfSource(_projections(attn, rows), fuse_qkv)
-    if c.o_bias:
-        sources["o_bias"] = HfSource({attn + "o_proj.bias": (width,)})
     if c.qk_norm != "none":
         sizes: dict[str, dict[str, tuple[int, ...]]] = {
             "head": {"q": (c.head_dim,), "k": (c.head_dim,)},

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of
+from jaxinfer.models.hf_quantization import fp8_block
 from jaxinfer.models.rope_config import rope_config
 
 _LIMITS = {  # far above any model there is: larger ones are damaged files
@@ -50,12 +51,7 @@ def _model_config(hf: dict[str, Any]) -> ModelConfig:
     # GPT-2's name for the same thing is from before there was a common one.
     if architectures and not any(a.endswith(("ForCausalLM", "LMHeadModel")) for a in architectures):
         raise ValueError(f"architectures = {architectures}: only ...ForCausalLM models are served")
-    if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method", "unknown")
-        raise ValueError(
-            f"quantization_config: weights stored as {method!r} cannot be read; take the "
-            "unquantised checkpoint or a GGUF file"
-        )
+    fp8_block(hf)  # refuses what no reader knows
     for key in ("num_hidden_layers", "n_layer"):  # before a list of so many is made
         count = hf.get(key, 1)
         if type(count) is int and count > _LIMITS["num_layers"]:

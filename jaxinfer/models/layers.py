@@ -29,6 +29,13 @@ def linear(
     return product.reshape(x.shape[0], *weight.shape[:-1])
 
 
+def linear_by_head(
+    x: Float[Array, "T H K"], weight: Float[Array, "H N K"]
+) -> Float[Array, "T H N"]:
+    """Every head's part of x times the transposed matrix of that head."""
+    return lax.dot_general(x, weight, (((2,), (2,)), ((1,), (0,)))).swapaxes(0, 1)
+
+
 def add_bias(x: Float[Array, "T ..."], bias: Array | None) -> Float[Array, "T ..."]:
     """x + bias, if there is one."""
     return x if bias is None else x + bias[None]

@@ -44,7 +44,10 @@ def moe_specs(c: ModelConfig, m: MoeConfig) -> dict[str, ParamSpec]:
             (m.shared_size // block, 2, block, width), ("mlp", None, None, "embed")
         )
         specs["shared_down"] = ParamSpec((width, m.shared_size), ("embed", "mlp"))
+    if m.shared_size and m.shared_gated:
         specs["shared_gate"] = ParamSpec((1, width), (None, "embed"))
+    if m.scoring == "sigmoid":
+        specs["correction"] = ParamSpec((m.num_experts,), (None,), "zeros", "float32")
     return specs
 
 
@@ -73,20 +76,27 @@ def moe_sources(c: ModelConfig, m: MoeConfig, hf: str, names: Names) -> dict[str
             {f"{experts}{i}.{down}.weight": inner[::-1] for i in count}, stack
         ),
     }
+    if m.scoring == "sigmoid":
+        name = f"{hf}{prefix}.gate.e_score_correction_bias"
+        sources["correction"] = HfSource({name: (m.num_experts,)})
     if m.shared_size:
-        shared, inner = f"{hf}{prefix}.shared_expert.", (m.shared_size, width)
+        # Files that gate it call it one expert, the others several.
+        shared = f"{hf}{prefix}.shared_expert{'' if m.shared_gated else 's'}."
+        inner = (m.shared_size, width)
         halves: dict[str, tuple[int, ...]] = {
             f"{shared}{name}.weight": inner for name in (gate, up)
         }
         sources["shared_gate_up"] = HfSource(halves, fuse_gate_up)
         sources["shared_down"] = HfSource({f"{shared}{down}.weight": inner[::-1]})
+    if m.shared_size and m.shared_gated:
         sources["shared_gate"] = HfSource({f"{hf}{prefix}.shared_expert_gate.weight": (1, width)})
     return sources
 
 
 def moe(params: Tree, c: ModelConfig, m: MoeConfig, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
     """The weighted outputs of each token's experts, and of the shared one."""
-    weights, experts = route(m, linear(x, params["router"], out_dtype=jnp.float32))
+    logits = linear(x, params["router"], out_dtype=jnp.float32)
+    weights, experts = route(m, logits, params.get("correction"))
     flat = experts.reshape(-1)
     order = jnp.argsort(flat)  # stable, so the same rows come in the same order
     sizes = jnp.bincount(flat, length=m.num_experts).astype(jnp.int32)
@@ -97,18 +107,38 @@ def moe(params: Tree, c: ModelConfig, m: MoeConfig, x: Float[Array, "T D"]) -> F
     if not m.shared_size:
         return mixed
     hidden = activate(linear(x, params["shared_gate_up"]), c.activation)
-    share = jax.nn.sigmoid(linear(x, params["shared_gate"]))
-    return mixed + share * linear(hidden, params["shared_down"])
+    shared = linear(hidden, params["shared_down"])
+    if m.shared_gated:
+        shared = jax.nn.sigmoid(linear(x, params["shared_gate"])) * shared
+    return mixed + shared
 
 
 def route(
-    m: MoeConfig, logits: Float[Array, "T E"]
+    m: MoeConfig, logits: Float[Array, "T E"], correction: Float[Array, " E"] | None = None
 ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
-    """Each token's experts, best first, and their weights; ties go to the lower expert."""
-    weights, experts = lax.top_k(jax.nn.softmax(logits, axis=-1), m.top_k)
+    """Each token's experts, best first, and their weights; ties go to the lower expert.
+
+    `correction` is added to the scores that decide who is chosen, and to no weight.
+    """
+    softmax = m.scoring == "softmax"
+    scores = jax.nn.softmax(logits, axis=-1) if softmax else jax.nn.sigmoid(logits)
+    ranked = scores if correction is None else scores + correction[None]
+    if m.groups > 1:
+        ranked = _of_best_groups(m, ranked)
+    _, experts = lax.top_k(ranked, m.top_k)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
     if m.normalised:
-        weights = weights / weights.sum(-1, keepdims=True)
-    return weights, experts
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)  # sigmoids may all be 0
+    return weights * m.weight_scale, experts
+
+
+def _of_best_groups(m: MoeConfig, ranked: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    """The scores of experts in each token's best groups; -inf for all others."""
+    grouped = ranked.reshape(ranked.shape[0], m.groups, -1)
+    best, _ = lax.top_k(grouped, 1 if m.scoring == "softmax" else 2)
+    _, chosen = lax.top_k(best.sum(-1), m.top_groups)
+    allowed = jnp.any(chosen[:, :, None] == jnp.arange(m.groups)[None, None], axis=1)
+    return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(ranked.shape)
 
 
 def _experts(

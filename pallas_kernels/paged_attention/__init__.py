@@ -3,6 +3,9 @@
 The pool of a layer is two arrays [pages, kv_heads, page_size, head_dim]. A sequence's tokens lie in
 the pages its row of the page table names, in order. Page 0 is the null page: padding reads and
 writes there. Keys that a row must not see may be anything; values are finite in every page.
+
+Latent attention (DeepSeek-V2, arXiv:2405.04434) has one array: its `v_pool` is None, and the
+leading `value_dim` of a key is its value.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ Implementation = Literal["reference", "reference_static"]
 def paged_attention(
     q: Float[Array, "S KV G hd"],
     k_pool: Float[Array, "P KV ps hd"],
-    v_pool: Float[Array, "P KV ps hd"],
+    v_pool: Float[Array, "P KV ps vd"] | None,
     page_table: Int[Array, "S W"],
     kv_lens: Int[Array, " S"],
     *,
@@ -31,7 +34,8 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     block: int | None = None,
-) -> Float[Array, "S KV G hd"]:
+    value_dim: int | None = None,
+) -> Float[Array, "S KV G vd"]:
     """Decode attention: one query token a row over its first `kv_lens` cached tokens.
 
     Softmax in float32. Rows with `kv_lens` 0 return zeros. With a `window`, a query sees so many
@@ -40,15 +44,14 @@ def paged_attention(
     last bits.
     """
     dynamic, seen = implementation == "reference", reference.Seen(window, soft_cap)
-    return reference.paged_attention(
-        q, k_pool, v_pool, page_table, kv_lens, scale, seen, dynamic, block
-    )
+    pool = _pool(k_pool, v_pool, value_dim)
+    return reference.paged_attention(q, pool, page_table, kv_lens, scale, seen, dynamic, block)
 
 
 def paged_prefill(
     q: Float[Array, "C KV G hd"],
     k_pool: Float[Array, "P KV ps hd"],
-    v_pool: Float[Array, "P KV ps hd"],
+    v_pool: Float[Array, "P KV ps vd"] | None,
     page_table: Int[Array, "N W"],
     tiles: Int[Array, "T 4"],
     *,
@@ -57,7 +60,8 @@ def paged_prefill(
     window: int | None = None,
     soft_cap: float | None = None,
     block: int | None = None,
-) -> Float[Array, "C KV G hd"]:
+    value_dim: int | None = None,
+) -> Float[Array, "C KV G vd"]:
     """Prefill attention of a ragged chunk, causal, over each piece's cached tokens and itself.
 
     A tile is (first row in q, rows, row of the page table, position of the first row): at most
@@ -66,9 +70,8 @@ def paged_prefill(
     `window`, `soft_cap` and `block` as for `paged_attention`.
     """
     dynamic, seen = implementation == "reference", reference.Seen(window, soft_cap)
-    return reference.paged_prefill(
-        q, k_pool, v_pool, page_table, tiles, scale, seen, dynamic, block
-    )
+    pool = _pool(k_pool, v_pool, value_dim)
+    return reference.paged_prefill(q, pool, page_table, tiles, scale, seen, dynamic, block)
 
 
 def write_kv(
@@ -94,6 +97,38 @@ def write_kv(
     return k_pool, v_pool.at[pages, :, offsets].set(v, mode="promise_in_bounds")
 
 
+def write_latent(
+    pool: Float[Array, "P 1 ps hd"],
+    pages: Int[Array, " T"],
+    offsets: Int[Array, " T"],
+    k: Float[Array, "T 1 hd"],
+    value_dim: int,
+) -> Float[Array, "P 1 ps hd"]:
+    """`write_kv` where the leading `value_dim` of a key is its value: that part stays finite, and
+    the rest of the key says with NaN if it was not."""
+    k = k.astype(pool.dtype)
+    finite = jnp.isfinite(k[..., :value_dim])
+    value = jnp.where(finite, k[..., :value_dim], 0)
+    rest = jnp.where(finite.all(-1, keepdims=True), k[..., value_dim:], jnp.nan)
+    k = jnp.concatenate([value, rest], axis=-1)
+    return pool.at[pages, :, offsets].set(k, mode="promise_in_bounds")
+
+
+def _pool(k_pool: Array, v_pool: Array | None, value_dim: int | None) -> reference.Pool:
+    if v_pool is not None and value_dim is None:
+        return reference.Pool(k_pool, v_pool, v_pool.shape[3])
+    if v_pool is None and value_dim is not None:
+        return reference.Pool(k_pool, None, value_dim)
+    raise ValueError("attention takes either v_pool or the value_dim of keys that begin with it")
+
+
 TILE_ROWS = reference.TILE_ROWS
 
-__all__ = ["TILE_ROWS", "Implementation", "paged_attention", "paged_prefill", "write_kv"]
+__all__ = [
+    "TILE_ROWS",
+    "Implementation",
+    "paged_attention",
+    "paged_prefill",
+    "write_kv",
+    "write_latent",
+]

@@ -36,60 +36,81 @@ class Seen(NamedTuple):
         return scores if self.soft_cap is None else jnp.tanh(scores / self.soft_cap) * self.soft_cap
 
 
+class Pool(NamedTuple):
+    """The pages of keys and of values `value_dim` wide; without `v` a key begins with its value."""
+
+    k: Float[Array, "P KV ps hd"]
+    v: Float[Array, "P KV ps vd"] | None
+    value_dim: int
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[2]
+
+    def gather(
+        self, pages: Int[Array, "S span"]
+    ) -> tuple[Float[Array, "S KV T hd"], Float[Array, "S KV T vd"]]:
+        """Keys and values of the pages."""
+        k = _gather(self.k, pages)
+        return k, k[..., : self.value_dim] if self.v is None else _gather(self.v, pages)
+
+
 def paged_attention(
     q: Float[Array, "S KV G hd"],
-    k_pool: Float[Array, "P KV ps hd"],
-    v_pool: Float[Array, "P KV ps hd"],
+    pool: Pool,
     page_table: Int[Array, "S W"],
     kv_lens: Int[Array, " S"],
     scale: float,
     seen: Seen,
     dynamic: bool,
     block: int | None,
-) -> Float[Array, "S KV G hd"]:
+) -> Float[Array, "S KV G vd"]:
     """See the package. `dynamic` stops at the longest live row instead of the table's end."""
-    table, span = _whole_blocks(page_table, k_pool.shape[2], block or _block_for(q.shape[0]))
-    trips = _trips(jnp.max(kv_lens), table, span, k_pool.shape[2], dynamic)
-    scaled = (q * scale).astype(k_pool.dtype)
+    page_size = pool.page_size
+    table, span = _whole_blocks(page_table, page_size, block or _block_for(q.shape[0]))
+    trips = _trips(jnp.max(kv_lens), table, span, page_size, dynamic)
+    scaled = (q * scale).astype(pool.k.dtype)
     first = seen.first(kv_lens - 1)
     start: Int[Array, ""] | int = 0
     if dynamic and seen.window is not None:
-        start = jnp.min(jnp.where(kv_lens > 0, first, jnp.max(first))) // (span * k_pool.shape[2])
+        start = jnp.min(jnp.where(kv_lens > 0, first, jnp.max(first))) // (span * page_size)
 
     def turn(i: Int[Array, ""], state: tuple) -> tuple:
         pages = lax.dynamic_slice_in_dim(table, i * span, span, axis=1)
-        keys = _positions(i, span, k_pool.shape[2])[None, :]
+        keys = _positions(i, span, page_size)[None, :]
         valid = keys < kv_lens[:, None]
         if seen.window is not None:
             valid &= keys >= first[:, None]
-        k, v = _gather(k_pool, pages), _gather(v_pool, pages)
-        return _accumulate(state, scaled, k, v, valid[:, None, None, :], seen)
+        return _accumulate(state, scaled, *pool.gather(pages), valid[:, None, None, :], seen)
 
-    out = _finish(lax.fori_loop(start, trips, turn, _start(q.shape)), q.dtype)
+    state = _start((*q.shape[:3], pool.value_dim))
+    out = _finish(lax.fori_loop(start, trips, turn, state), q.dtype)
     return jnp.where((kv_lens > 0)[:, None, None, None], out, 0)
 
 
 def paged_prefill(
     q: Float[Array, "C KV G hd"],
-    k_pool: Float[Array, "P KV ps hd"],
-    v_pool: Float[Array, "P KV ps hd"],
+    pool: Pool,
     page_table: Int[Array, "N W"],
     tiles: Int[Array, "T 4"],
     scale: float,
     seen: Seen,
     dynamic: bool,
     block: int | None,
-) -> Float[Array, "C KV G hd"]:
+) -> Float[Array, "C KV G vd"]:
     """See the package. Each tile attends block by block up to its own last position."""
     rows, kv_heads, group, head_dim = q.shape
-    page_size = k_pool.shape[2]
+    page_size, width = pool.page_size, pool.value_dim
     joined = dynamic and rows > TILE_ROWS
     height = 2 * TILE_ROWS if joined else TILE_ROWS
     default = JOINED_BLOCK if joined else _block_for(TILE_ROWS)
+    # Heads that share their keys may be sharded: then they are the outer axis of a tile's rows.
+    heads_first = pool.v is None
+    order, back = ((1, 2, 0, 3), (2, 0, 1, 3)) if heads_first else ((1, 0, 2, 3), (1, 0, 2, 3))
     table, span = _whole_blocks(page_table, page_size, block or default)
     tiles = jnp.pad(tiles, ((0, 1), (0, 0)))
     # Tiles may overrun their rows into the next tile's, which then overwrites them.
-    scaled = lax.optimization_barrier((q * scale).astype(k_pool.dtype))
+    scaled = lax.optimization_barrier((q * scale).astype(pool.k.dtype))
     padded = jnp.pad(scaled, ((0, height), (0, 0), (0, 0), (0, 0)))
 
     def tile(state: tuple) -> tuple:
@@ -100,8 +121,9 @@ def paged_prefill(
             count, taken = _join_next(tiles, i)
         first = jnp.where(count > 0, first, rows)  # padding tiles write past the chunk
         queries = lax.dynamic_slice_in_dim(padded, first, height, axis=0)
-        by_head = queries.transpose(1, 0, 2, 3).reshape(1, kv_heads, height * group, head_dim)
-        last = jnp.repeat(position + jnp.arange(height), group)
+        by_head = queries.transpose(order).reshape(1, kv_heads, height * group, head_dim)
+        last = position + jnp.arange(height)
+        last = jnp.tile(last, group) if heads_first else jnp.repeat(last, group)
         pages_of_slot = lax.dynamic_slice_in_dim(table, slot, 1, axis=0)
 
         def turn(masked: bool, j: Int[Array, ""], state: tuple) -> tuple:
@@ -111,10 +133,10 @@ def paged_prefill(
             valid = (keys[None, :] <= last[:, None]) & (keys < position + count)[None, :]
             if seen.window is not None:
                 valid &= keys[None, :] >= seen.first(last)[:, None]
-            k, v = _gather(k_pool, pages), _gather(v_pool, pages)
-            return _accumulate(state, by_head, k, v, valid[None, None] if masked else None, seen)
+            shown = valid[None, None] if masked else None
+            return _accumulate(state, by_head, *pool.gather(pages), shown, seen)
 
-        state = _start(by_head.shape)
+        state = _start((*by_head.shape[:3], width))
         trips = _trips(position + count, table, span, page_size, dynamic)
         start: Int[Array, ""] | int = 0  # of the blocks that some rows see in part
         if dynamic and seen.window is None:  # those before it, all rows see whole
@@ -123,11 +145,12 @@ def paged_prefill(
         elif dynamic:
             start = seen.first(position) // (span * page_size)
         state = lax.fori_loop(start, trips, functools.partial(turn, True), state)
-        attended = _finish(state, q.dtype).reshape(kv_heads, height, group, head_dim)
-        attended = attended.transpose(1, 0, 2, 3)
+        sizes = [queries.shape[axis] for axis in order[:3]]
+        attended = _finish(state, q.dtype).reshape(*sizes, width)
+        attended = attended.transpose(back)
         return i + taken, lax.dynamic_update_slice_in_dim(out, attended, first, axis=0)
 
-    out = jnp.zeros(padded.shape, q.dtype)
+    out = jnp.zeros((*padded.shape[:3], width), q.dtype)
     if dynamic:
         used = jnp.sum(tiles[:, 1] > 0)
         out = lax.while_loop(lambda state: state[0] < used, tile, (0, out))[1]
@@ -198,7 +221,7 @@ def _accumulate(
     state: tuple,
     q: Float[Array, "S KV M hd"],
     k: Float[Array, "S KV T hd"],
-    v: Float[Array, "S KV T hd"],
+    v: Float[Array, "S KV T vd"],
     valid: Bool[Array, "#S 1 #M T"] | None,
     seen: Seen,
 ) -> tuple:
@@ -225,6 +248,6 @@ def _accumulate(
     return new_top, total * decay + weights.sum(-1), values * decay[..., None] + attended
 
 
-def _finish(state: tuple, dtype: jnp.dtype) -> Float[Array, "S KV M hd"]:
+def _finish(state: tuple, dtype: jnp.dtype) -> Float[Array, "S KV M vd"]:
     _, total, values = state
     return (values / total[..., None]).astype(dtype)
