@@ -58,11 +58,13 @@ class LayerKind:
         window: tokens a query sees, its own included; None: all before it.
         rope: which of the model's rotary tables it uses.
         moe: whether its MLP is the model's mixture of experts.
+        query_scale: what its queries are multiplied by, beside the model's scale of scores.
     """
 
     window: int | None = None
     rope: Literal["global", "local", "none"] = "global"
     moe: bool = False
+    query_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ class ModelConfig:
     """The shape of a decoder-only transformer. Hashable: it is a static argument of the step.
 
     What the fields after `rope` do, and which families use them: `models/decoder.py`.
+    `rms_norm_eps` is the epsilon of its norms, of whatever kind they are.
     """
 
     family: str
@@ -141,10 +144,10 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: Literal["none", "head", "all"] = "none"
-    norms: Literal["pre", "post", "both"] = "pre"
+    qk_norm: Literal["none", "head", "each", "all"] = "none"
+    norms: Literal["pre", "post", "both", "shared"] = "pre"
     norm_offset: float = 0.0
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
@@ -153,6 +156,14 @@ class ModelConfig:
     logit_multiplier: float = 1.0
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None  # then the one KV head is the latent and the rotating key
+    norm_type: Literal["rms", "layer"] = "rms"
+    norm_weight: bool = True
+    norm_bias: bool = False
+    parallel: bool = False
+    gated: bool = True
+    learned_positions: bool = False
+    head_bias: bool = False
+    qkv_clip: float | None = None
 
     def kind(self, layer: int) -> LayerKind:
         return self.kinds[layer] if self.kinds else LayerKind()

@@ -105,7 +105,7 @@ def forward(
         for table, group in zip(slots.page_tables, model.groups)
     ]
     family = family_of(model.config.family)
-    x = family.embed(params, model.config, tokens)
+    x = family.embed(params, model.config, tokens, positions)
     context = family.layer_context(model.config, positions)
     pools = list(pools)
     for i, layer_params in enumerate(params["layers"]):

@@ -216,3 +216,22 @@ def test_what_experts_there_are(tmp_path: Path, family: str, experts: str) -> No
     console.print(describe(inspect_checkpoint(folder)))
     (row,) = [line for line in console.export_text().splitlines() if line.startswith("│ experts")]
     assert row.strip("│ ").split("│")[1].strip() == experts
+
+
+@pytest.mark.parametrize(
+    ("family", "wanted"),
+    [
+        ("gpt2", {"positions": "learned, 64 of them"}),
+        ("smollm3", {"RoPE": "theta 1000, scaling none", "without RoPE": "1 of 2 layers"}),
+        ("gemma2", {"RoPE": "theta 1000, scaling none"}),
+    ],
+)
+def test_how_positions_enter(tmp_path: Path, family: str, wanted: dict[str, str]) -> None:
+    folder = shutil.copytree(ORACLE.parent / family, tmp_path / family)
+    write_tokenizer(folder)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(describe(inspect_checkpoint(folder)))
+    rows = [line.strip("│ ").split("│") for line in console.export_text().splitlines()]
+    shown = {row[0].strip(): row[1].strip() for row in rows if len(row) == 2}
+    names = ("positions", "RoPE", "without RoPE")
+    assert {name: shown[name] for name in names if name in shown} == wanted

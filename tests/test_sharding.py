@@ -118,8 +118,9 @@ def attend(q, k, v):
     return jnp.einsum("kgts,skh->tkgh", jax.nn.softmax(jnp.where(causal, scores, -1e30)), v)
 
 def forward(params, tokens):
-    x = llama.embed(params, TINY, tokens)
-    context = llama.layer_context(TINY, jnp.arange(tokens.shape[0]))
+    positions = jnp.arange(tokens.shape[0])
+    x = llama.embed(params, TINY, tokens, positions)
+    context = llama.layer_context(TINY, positions)
     for layer in params["layers"]:
         x = llama.layer(layer, TINY, TINY.kind(0), x, context, attend)
     return llama.unembed(params, TINY, x)

@@ -199,8 +199,9 @@ def dense_logits(config: ModelConfig, params: Any, tokens: np.ndarray) -> np.nda
     Attention is written out here, so nothing of the paged step takes part.
     """
     family = family_of(config.family)
-    context = family.layer_context(config, jnp.arange(len(tokens), dtype=jnp.int32))
-    x = family.embed(params, config, jnp.asarray(tokens))
+    positions = jnp.arange(len(tokens), dtype=jnp.int32)
+    context = family.layer_context(config, positions)
+    x = family.embed(params, config, jnp.asarray(tokens), positions)
     for i, layer in enumerate(params["layers"]):
         kind = config.kind(i)
         attend = functools.partial(dense_attention, config, kind.window)

@@ -182,7 +182,7 @@ def drive(
 def dense_logits(params, tokens, *, config: ModelConfig):
     """float32 logits [T, V] by plain causal attention over the whole sequence, no cache at all."""
     family, count = family_of(config.family), len(tokens)
-    x = family.embed(params, config, tokens)
+    x = family.embed(params, config, tokens, jnp.arange(count))
     context = family.layer_context(config, jnp.arange(count))
     causal = jnp.arange(count)[None, :] <= jnp.arange(count)[:, None]
 

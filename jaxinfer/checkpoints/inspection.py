@@ -154,11 +154,14 @@ def _attention(config: ModelConfig) -> Iterator[tuple[str, str]]:
     windows = Counter(kind.window for kind in kinds if kind.window is not None)
     for window, layers in sorted(windows.items()):
         yield "window", f"{window:,} tokens, in {layers} of {config.num_layers} layers"
-    yield "RoPE", _rope(config.rope)
+    without = sum(kind.rope == "none" for kind in kinds)
+    if config.learned_positions:
+        yield "positions", f"learned, {config.max_position:,} of them"
+    if without < config.num_layers:
+        yield "RoPE", _rope(config.rope)
     if config.local_rope is not None:
         yield "RoPE of windows", _rope(config.local_rope)
-    without = sum(not kind.rope for kind in kinds)
-    if without:
+    if 0 < without < config.num_layers:
         yield "without RoPE", f"{without} of {config.num_layers} layers"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxinfer.checkpoints.base_names import complete_names
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.fp8 import Fp8Tensors
 from jaxinfer.checkpoints.source import Source, Tensors
@@ -77,6 +78,7 @@ def open_huggingface(folder: Path) -> Source:
     description, files = f"Hugging Face folder {folder}", SafetensorsFiles(_files(folder))
     block = fp8_block(hf)
     tensors: Tensors = files if block is None else Fp8Tensors(files, block, description)
+    tensors = complete_names(tensors, config)
     try:
         tokenizer = Tokenizer.from_folder(folder, eos_token_ids(hf))
     except ValueError as error:

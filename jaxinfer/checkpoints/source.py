@@ -30,7 +30,8 @@ Place = Callable[[np.ndarray, ParamSpec], Any]  # host array -> where the parame
 
 _LAYER = re.compile(r"model\.layers\.(\d+)(?=\.)")
 # Buffers that some exporters write and nothing reads: they follow from the config.
-_HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")
+_HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.(attn|attention)\.(masked_)?bias")
+_HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 class Tensors(Protocol):
@@ -119,13 +120,12 @@ def _ignorable(source: Source, name: str) -> bool:
         return True
     if _HARMLESS.fullmatch(name):
         return True
-    embed = "model.embed_tokens.weight"
-    return (
-        source.config.tie_embeddings
-        and name == "lm_head.weight"
-        and source.tensors.shapes[name] == source.tensors.shapes.get(embed)
-        and np.array_equal(source.tensors.read(name), source.tensors.read(embed))
-    )
+    if name not in _HEADS or not source.config.tie_embeddings:
+        return False
+    (embed,) = family_of(source.config.family).hf_sources(source.config)["embed"].tensors
+    if source.tensors.shapes[name] != source.tensors.shapes.get(embed):
+        return False
+    return np.array_equal(source.tensors.read(name), source.tensors.read(embed))
 
 
 def summarise(description: str, problems: list[str], limit: int = 8) -> str:

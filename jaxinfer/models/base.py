@@ -40,14 +40,41 @@ def require(family: str, hf: dict[str, Any], **allowed: tuple[Any, ...]) -> None
             raise ValueError(f"{family}: {key} = {hf[key]!r} is not supported (only {known})")
 
 
+# Activations by the names that config.json files have for them: several mean the tanh form.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+
+def activation(family: str, hf: dict[str, Any], key: str, default: str) -> Any:
+    """Our name of the activation that `key` asks for. Raises ValueError naming the known ones."""
+    require(family, hf, **{key: (default, *ACTIVATIONS)})
+    return ACTIVATIONS[hf.get(key, default)]
+
+
 def dense_config(
-    family: str, hf: dict[str, Any], rope: Any, rotary_part: float = 1.0, **features: Any
+    family: str,
+    hf: dict[str, Any],
+    rope: Any,
+    rotary_part: float = 1.0,
+    eps: str = "rms_norm_eps",
+    **features: Any,
 ) -> ModelConfig:
     """The sizes that all config.json files name alike, and a family's `features`.
 
-    `rotary_part` is how much of a head rotates if the file does not say.
+    `rotary_part` is how much of a head rotates if the file does not say, `eps` the key of the
+    norms' epsilon.
     """
     heads = hf["num_attention_heads"]
+    if not hf.get("head_dim") and hf["hidden_size"] % heads:
+        raise ValueError(f"{heads} attention heads do not divide a width of {hf['hidden_size']}")
     sizes = {
         "vocab_size": hf["vocab_size"],
         "hidden_size": hf["hidden_size"],
@@ -57,7 +84,7 @@ def dense_config(
         "num_kv_heads": hf.get("num_key_value_heads") or heads,
         "head_dim": hf.get("head_dim") or hf["hidden_size"] // heads,
         "max_position": hf["max_position_embeddings"],
-        "rms_norm_eps": hf["rms_norm_eps"],
+        "rms_norm_eps": hf[eps],
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
     }
     given = hf.get("partial_rotary_factor", rotary_part)
@@ -86,7 +113,11 @@ class Family(Protocol):
     def param_specs(self, c: ModelConfig) -> Tree: ...
     def hf_sources(self, c: ModelConfig) -> dict[str, HfSource]: ...
     def embed(
-        self, params: Tree, c: ModelConfig, tokens: Int[Array, " T"]
+        self,
+        params: Tree,
+        c: ModelConfig,
+        tokens: Int[Array, " T"],
+        positions: Int[Array, " T"],
     ) -> Float[Array, "T D"]: ...
     def layer_context(self, c: ModelConfig, positions: Int[Array, " T"]) -> LayerContext: ...
     def layer(

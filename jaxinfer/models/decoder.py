@@ -5,11 +5,21 @@ arXiv:2302.13971), with grouped-query attention (Ainslie et al. 2023, arXiv:2305
 by the fields of `ModelConfig`:
 
     qkv_bias, o_bias, mlp_bias   biases of the projections (Qwen2, GLM4)
-    qk_norm                      RMSNorm of queries and keys: of each "head" (Qwen3, Gemma 3) or of
+    qk_norm                      norm of queries and keys: of each "head" (Qwen3, Gemma 3), of
+                                 "each" head by a LayerNorm of its own (Cohere, StableLM) or of
                                  "all" heads together (OLMo 2)
     norms                        "pre": before each half; "post": after it, before the residual is
-                                 added (OLMo 2); "both" (Gemma 2 and 3, GLM4)
-    norm_offset                  norms multiply by weight + 1 (Gemma)
+                                 added (OLMo 2); "both" (Gemma 2 and 3, GLM4); "shared": one before
+                                 both halves (Phi, Cohere)
+    norm_offset                  norms multiply by weight + 1 (Gemma, Nemotron)
+    norm_type, norm_*            "layer": LayerNorm, with a weight and a bias (GPT-2), or without
+                                 (OLMo)
+    parallel                     both halves read the layer's input, each by a norm of its own
+                                 (GPT-NeoX)
+    gated                        whether the MLP has a gate, or is two projections (GPT-2)
+    learned_positions            a vector of each position is added to the embedding (GPT-2)
+    qkv_clip                     bound of queries, keys and values (OLMo)
+    head_bias                    of the head of the vocabulary (Phi)
     kinds, local_rope            layers that see a window, rotate otherwise or not at all
     rotary_dim, rope_pairs       part of a head rotates; neighbours are paired (GLM4)
     attention_scale, *_soft_cap  tanh caps of scores and logits (Gemma 2)
@@ -29,7 +39,15 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.config import LayerKind, ModelConfig, RopeConfig
 from jaxinfer.models.base import Attend, LayerContext
-from jaxinfer.models.layers import activate, add_bias, linear, rms_norm
+from jaxinfer.models.decoder_params import norm_names
+from jaxinfer.models.layers import (
+    ACTIVATIONS,
+    activate,
+    add_bias,
+    layer_norm,
+    linear,
+    rms_norm,
+)
 from jaxinfer.models.layers import embed as embed_rows
 from jaxinfer.models.mla import latent_attention
 from jaxinfer.models.moe import moe
@@ -37,10 +55,17 @@ from jaxinfer.models.rope import apply_rope, rope_tables
 from jaxinfer.params import Tree
 
 
-def embed(params: Tree, c: ModelConfig, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
+def embed(
+    params: Tree, c: ModelConfig, tokens: Int[Array, " T"], positions: Int[Array, " T"]
+) -> Float[Array, "T D"]:
     x = embed_rows(params["embed"], tokens)
-    # The factor in the model's dtype, as the models were trained.
-    return x if c.embedding_multiplier == 1 else x * jnp.asarray(c.embedding_multiplier, x.dtype)
+    if c.embedding_multiplier != 1:
+        # The factor in the model's dtype, as the models were trained.
+        x = x * jnp.asarray(c.embedding_multiplier, x.dtype)
+    if c.learned_positions:
+        # Idle rows of a sequence that ended may stand one past the table.
+        x = x + params["positions"].at[positions].get(mode="clip")
+    return x
 
 
 def layer_context(c: ModelConfig, positions: Int[Array, " T"]) -> LayerContext:
@@ -69,14 +94,21 @@ def layer(
         half = latent_attention(params, c, c.mla, normed, context[kind.rope], attend)
     else:
         half = _attention(params, c, kind, normed, context, attend)
-    x = _add(c, x, _normed(params, c, half, "attn_post_norm"))
-    normed = _normed(params, c, x, "mlp_norm")
+    after = _add(c, x, _normed(params, c, half, "attn_post_norm"))
+    if c.norms != "shared":
+        normed = _normed(params, c, x if c.parallel else after, "mlp_norm")
     half = moe(params, c, c.moe, normed) if c.moe and kind.moe else mlp(params, c, normed)
-    return _add(c, x, _normed(params, c, half, "mlp_post_norm"))
+    return _add(c, after, _normed(params, c, half, "mlp_post_norm"))
 
 
 def _normed(params: Tree, c: ModelConfig, x: Float[Array, "T D"], name: str) -> Any:
-    return rms_norm(x, params[name], c.rms_norm_eps, c.norm_offset) if name in params else x
+    """x after the norm of that name, or as it is where the layer has none there."""
+    if name not in (*norm_names(c), "final_norm"):
+        return x
+    if c.norm_type == "layer":
+        weight, bias = params.get(name), params.get(f"{name}_bias")
+        return layer_norm(x, weight, bias, c.rms_norm_eps, c.norm_offset)
+    return rms_norm(x, params[name], c.rms_norm_eps, c.norm_offset)
 
 
 def _add(c: ModelConfig, x: Float[Array, "T D"], half: Float[Array, "T D"]) -> Any:
@@ -93,6 +125,8 @@ def _attention(
 ) -> Float[Array, "T D"]:
     tokens, group = x.shape[0], c.group_size
     qkv = add_bias(linear(x, params["qkv"]), params.get("qkv_bias"))
+    if c.qkv_clip is not None:
+        qkv = jnp.clip(qkv, -c.qkv_clip, c.qkv_clip)
     qk, v = qkv[:, :, : group + 1], qkv[:, :, group + 1]
     if c.qk_norm != "none":
         qk = _norm_qk(params, c, qk)
@@ -100,16 +134,22 @@ def _attention(
         cos, sin = context[kind.rope]
         flat = qk.reshape(tokens, -1, c.head_dim)
         qk = apply_rope(flat, cos, sin, c.rope_pairs).reshape(qk.shape)
-    attended = attend(qk[:, :, :group], qk[:, :, group], v)
+    q = qk[:, :, :group]
+    if kind.query_scale != 1:
+        q = q * jnp.asarray(kind.query_scale, q.dtype)
+    attended = attend(q, qk[:, :, group], v)
     return add_bias(project_out(attended, params["o"]), params.get("o_bias"))
 
 
 def _norm_qk(
     params: Tree, c: ModelConfig, qk: Float[Array, "T KV G1 hd"]
 ) -> Float[Array, "T KV G1 hd"]:
-    """RMSNorm of queries and keys, of each head or over all heads of a token."""
+    """Norm of queries and keys, of each head or over all heads of a token."""
     tokens, group = qk.shape[0], c.group_size
     q, k = qk[:, :, :group], qk[:, :, group:]
+    if c.qk_norm == "each":
+        weight = jnp.concatenate([params["q_norm"], params["k_norm"]], axis=1)
+        return layer_norm(qk, weight, None, c.rms_norm_eps)
     width = (-1, c.head_dim) if c.qk_norm == "head" else (tokens, -1)
 
     def normed(part: Array, name: str) -> Array:
@@ -128,18 +168,21 @@ def project_out(
 
 
 def mlp(params: Tree, c: ModelConfig, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-    """Gated MLP (Shazeer 2020, arXiv:2002.05202)."""
-    gate_up = add_bias(linear(x, params["gate_up"]), params.get("gate_up_bias"))
-    return add_bias(
-        linear(activate(gate_up, c.activation), params["down"]), params.get("down_bias")
-    )
+    """Gated MLP (Shazeer 2020, arXiv:2002.05202), or a plain one of two projections."""
+    if c.gated:
+        gate_up = add_bias(linear(x, params["gate_up"]), params.get("gate_up_bias"))
+        hidden = activate(gate_up, c.activation)
+    else:
+        hidden = ACTIVATIONS[c.activation](add_bias(linear(x, params["up"]), params.get("up_bias")))
+    return add_bias(linear(hidden, params["down"]), params.get("down_bias"))
 
 
 def unembed(params: Tree, c: ModelConfig, x: Float[Array, "R D"]) -> Float[Array, "R V"]:
     """float32 logits of the rows that need them."""
     head = params["embed"] if c.tie_embeddings else params["head"]
-    normed = rms_norm(x, params["final_norm"], c.rms_norm_eps, c.norm_offset)
-    logits = linear(normed, head, out_dtype=jnp.float32)
+    logits = linear(_normed(params, c, x, "final_norm"), head, out_dtype=jnp.float32)
+    if c.head_bias:
+        logits = add_bias(logits, params["head_bias"].astype(jnp.float32))
     if c.logit_multiplier != 1:
         logits = logits * c.logit_multiplier
     if c.logit_soft_cap is not None:

@@ -48,9 +48,14 @@ def _model_config(hf: dict[str, Any]) -> ModelConfig:
         raise ValueError("config.json has no model_type")
     family = family_of(model_type)
     architectures = hf.get("architectures") or []
-    if architectures and not any(a.endswith("ForCausalLM") for a in architectures):
+    # GPT-2's name for the same thing is from before there was a common one.
+    if architectures and not any(a.endswith(("ForCausalLM", "LMHeadModel")) for a in architectures):
         raise ValueError(f"architectures = {architectures}: only ...ForCausalLM models are served")
     fp8_block(hf)  # refuses what no reader knows
+    for key in ("num_hidden_layers", "n_layer"):  # before a list of so many is made
+        count = hf.get(key, 1)
+        if type(count) is int and count > _LIMITS["num_layers"]:
+            raise ValueError(f"{key} = {count}, expected at most {_LIMITS['num_layers']}")
     return family.config_from_hf(hf, rope_config(hf))
 
 
@@ -64,12 +69,12 @@ def check_sizes(c: ModelConfig) -> None:
         raise ValueError(
             f"num_kv_heads = {c.num_kv_heads} does not divide num_heads = {c.num_heads}"
         )
-    if c.head_dim % 2:
+    if c.head_dim % 2 and any(c.kind(i).rope != "none" for i in range(c.num_layers)):
         raise ValueError(f"head_dim = {c.head_dim} is odd; RoPE rotates pairs")
     _check_positive("rms_norm_eps", c.rms_norm_eps)
     for name in ("embedding_multiplier", "residual_multiplier", "logit_multiplier", "scale"):
         _check_positive(name, getattr(c, name))
-    for name in ("attention_soft_cap", "logit_soft_cap"):
+    for name in ("attention_soft_cap", "logit_soft_cap", "qkv_clip"):
         if getattr(c, name) is not None:
             _check_positive(name, getattr(c, name))
     if c.rotary_dim is not None and not (0 < c.rotary_dim < c.head_dim and c.rotary_dim % 2 == 0):

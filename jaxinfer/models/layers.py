@@ -54,6 +54,28 @@ def rms_norm(
     return (x32 * scale * factor[None, :]).astype(x.dtype)
 
 
+def layer_norm(
+    x: Float[Array, "T *heads D"],
+    weight: Float[Array, "*heads D"] | None,
+    bias: Float[Array, "*heads D"] | None,
+    eps: float,
+    offset: float = 0.0,
+) -> Float[Array, "T *heads D"]:
+    """Layer norm (Ba et al. 2016, arXiv:1607.06450) of the last axis, statistics in float32.
+
+    The normed values are multiplied by weight + offset.
+    """
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    normed = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    if weight is not None:
+        factor = weight.astype(jnp.float32) + offset if offset else weight.astype(jnp.float32)
+        normed = normed * factor[None]
+    if bias is not None:
+        normed = normed + bias.astype(jnp.float32)[None]
+    return normed.astype(x.dtype)
+
+
 MLP_BLOCK = 64
 MLP_SHARDS = 8
 
@@ -78,6 +100,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 

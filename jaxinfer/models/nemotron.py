@@ -1,0 +1,40 @@
+"""Nemotron 4 and Minitron: layer norms of weight + 1, squared ReLU (arXiv:2402.16819)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.models.base import activation, dense_config
+from jaxinfer.models.decoder import embed, layer, layer_context, unembed
+from jaxinfer.models.decoder_params import hf_sources, param_specs
+
+__all__ = [
+    "config_from_hf",
+    "embed",
+    "hf_sources",
+    "layer",
+    "layer_context",
+    "param_specs",
+    "unembed",
+]
+
+
+def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+    """See `Family`."""
+    bias = bool(hf.get("attention_bias"))
+    return dense_config(
+        "nemotron",
+        hf,
+        rope,
+        rotary_part=0.5,
+        eps="norm_eps",
+        norm_type="layer",
+        norm_bias=True,
+        norm_offset=1.0,
+        gated=False,
+        activation=activation("nemotron", hf, "hidden_act", "relu2"),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bool(hf.get("mlp_bias")),
+    )

@@ -1,0 +1,104 @@
+"""config.json files as they were published: their parameters counted, what they say, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxinfer.config import LayerKind, RopeConfig
+from jaxinfer.models import family_of
+from jaxinfer.models.hf_config import model_config
+from jaxinfer.params import named_leaves
+
+FIXTURES = Path(__file__).parent / "fixtures"
+PUBLISHED = json.loads((FIXTURES / "published_configs.json").read_text())
+GPT2 = PUBLISHED["openai-community/gpt2"]["config"]
+PYTHIA = PUBLISHED["EleutherAI/pythia-70m"]["config"]
+
+
+def hf_config(family: str) -> dict[str, Any]:
+    return json.loads((FIXTURES / "oracles" / family / "config.json").read_text())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_as_many_as_published(name):
+    config = model_config(PUBLISHED[name]["config"])
+    specs = family_of(config.family).param_specs(config)
+    found = sum(math.prod(spec.shape) for _, spec in named_leaves(specs))
+    assert found == PUBLISHED[name]["parameters"]
+
+
+def test_gpt2():
+    config = model_config(GPT2)
+    assert (config.max_position, config.intermediate_size, config.head_dim) == (1024, 3072, 64)
+    assert config.tie_embeddings and config.activation == "gelu_tanh"
+    assert config.kinds == (LayerKind(rope="none"),) * 12
+    by_layer = model_config(GPT2 | {"scale_attn_by_inverse_layer_idx": True})
+    assert [kind.query_scale for kind in by_layer.kinds[:3]] == [1, 1 / 2, 1 / 3]
+
+
+def test_pythia():
+    config = model_config(PYTHIA)
+    assert (config.rotary_dim, config.rope.theta, config.parallel) == (16, 10000.0, True)
+    other = model_config(PYTHIA | {"rotary_emb_base": 500, "rotary_pct": 1.0})
+    assert (other.rotary_dim, other.rope.theta) == (None, 500.0)
+    scaled = PYTHIA | {"rope_scaling": {"type": "linear", "factor": 2.0}, "rotary_emb_base": 500}
+    assert model_config(scaled).rope == RopeConfig(500.0, "linear", 2.0)
+
+
+def test_falcon():
+    """Of the first architecture, and of the second with a norm for each half or for both."""
+    first, second = (model_config(PUBLISHED[f"tiiuae/falcon-{n}"]["config"]) for n in ("7b", "40b"))
+    assert (first.num_kv_heads, first.norms, first.max_position) == (1, "shared", 2048)
+    assert (second.num_kv_heads, second.norms, second.parallel) == (8, "pre", True)
+    hf = PUBLISHED["tiiuae/falcon-7b"]["config"] | {"multi_query": False, "parallel_attn": False}
+    plain = model_config(hf)
+    assert (plain.num_kv_heads, plain.norms, plain.parallel) == (71, "pre", False)
+
+
+def test_windows_and_rotation_by_layer():
+    command = model_config(PUBLISHED["CohereForAI/c4ai-command-r7b-12-2024"]["config"])
+    assert command.kinds[:4] == (LayerKind(4096),) * 3 + (LayerKind(rope="none"),)
+    olmo = model_config(PUBLISHED["allenai/Olmo-3-1025-7B"]["config"])
+    assert olmo.kinds[:4] == (LayerKind(4096, "local"),) * 3 + (LayerKind(),)
+    assert (olmo.rope.scaling, olmo.local_rope) == ("yarn", RopeConfig(500000.0))
+
+
+@pytest.mark.parametrize(
+    ("hf", "message"),
+    [
+        (GPT2 | {"activation_function": "mish"}, "gpt2: activation_function = 'mish' is not"),
+        (PYTHIA | {"hidden_act": "relu6"}, "gpt_neox: hidden_act = 'relu6' is not supported"),
+        (GPT2 | {"n_ctx": 512}, "n_ctx = 512 contradicts n_positions = 1024"),
+        (GPT2 | {"n_head": 7}, "7 attention heads do not divide a width of 768"),
+        (GPT2 | {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
+        (GPT2 | {"architectures": ["GPT2ForSequenceClassification"]}, "only ...ForCausalLM"),
+        ({k: v for k, v in GPT2.items() if k != "n_positions"}, "lacks 'n_positions'"),
+        (GPT2 | {"layer_norm_epsilon": 0}, "rms_norm_eps = 0, expected a positive number"),
+        (PYTHIA | {"rotary_pct": 0.3}, "19 of 64 values of a head rotate; expected pairs"),
+        (PYTHIA | {"rope_scaling": {"type": "dynamic", "factor": 2}}, "'dynamic' is not supported"),
+        (hf_config("phi") | {"qk_layernorm": True}, "phi: qk_layernorm = True is not supported"),
+        (hf_config("opt") | {"do_layer_norm_before": False}, "do_layer_norm_before = False"),
+        (hf_config("opt") | {"word_embed_proj_dim": 16}, "word_embed_proj_dim = 16 .* .only 32."),
+        (hf_config("olmo") | {"clip_qkv": -1}, "qkv_clip = -1, expected a positive number"),
+        (hf_config("starcoder2") | {"norm_type": "rms"}, "norm_type = 'rms' is not supported"),
+        (hf_config("falcon") | {"alibi": True}, "falcon: alibi = True is not supported"),
+        (hf_config("falcon") | {"parallel_attn": False}, "parallel_attn = False is not supported"),
+        (
+            hf_config("falcon") | {"new_decoder_architecture": False, "num_ln_in_parallel_attn": 2},
+            "num_ln_in_parallel_attn = 2 is not supported .only 1.",
+        ),
+        (hf_config("gptj") | {"rotary": False}, "gptj: rotary = False is not supported"),
+        (hf_config("gptj") | {"rotary_dim": 16}, "16 of 8 values of a head rotate"),
+        (hf_config("nemotron") | {"hidden_act": "mish"}, "nemotron: hidden_act = 'mish'"),
+        (hf_config("gemma") | {"hidden_act": "relu"}, "gemma: hidden_act = 'relu'"),
+        (hf_config("cohere") | {"hidden_act": "gelu"}, "cohere: hidden_act = 'gelu'"),
+    ],
+)
+def test_what_is_not_computed_is_refused(hf, message):
+    with pytest.raises(ValueError, match=message):
+        model_config(hf)
