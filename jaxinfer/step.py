@@ -138,8 +138,8 @@ def _layer(
         q: Float[Array, "T KV G hd"], k: Float[Array, "T KV hd"], v: Float[Array, "T KV hd"] | None
     ) -> Float[Array, "T KV G vd"]:
         nonlocal stored
-        pages = _write(config, pool, place, k, v)
-        stored = tuple(array for array in pages if array is not None)
+        stored = _write(config, pool, place, k, v)
+        pages = (stored[0], stored[1] if v is not None else None)
         rows = place.kv_lens.shape[0]
         how: dict[str, Any] = {
             "scale": config.scale,
@@ -162,12 +162,12 @@ def _layer(
 
 def _write(
     config: ModelConfig, pool: tuple[Array, ...], place: Placement, k: Array, v: Array | None
-) -> tuple[Array, Array | None]:
-    """The pages of keys and of values, with the step's own; None: keys begin with values."""
+) -> tuple[Array, ...]:
+    """The pool with the step's keys and values; without `v`, keys begin with values."""
     where = (place.pages, place.offsets, k)
     if v is None:
         assert config.value_dim is not None
-        return write_latent(pool[0], *where, config.value_dim), None
+        return (write_latent(pool[0], *where, config.value_dim),)
     return write_kv(pool[0], pool[1], *where, v)
 
 

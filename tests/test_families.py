@@ -196,6 +196,7 @@ def test_the_oracle_notices_a_feature_that_is_switched_off(models, family, featu
         ("deepseek_v2", "o_bias", 0.0),
         ("deepseek_v2", "kv_a_norm", 1.0),
         ("deepseek_v3", "q_a_norm", 1.0),
+        ("deepseek_v3", "q_a_bias", 0.0),
         ("deepseek_v3", "kv_a_norm", 1.0),
         ("deepseek_v3", "correction", 0.0),
         ("glm4", "attn_post_norm", 1.0),
