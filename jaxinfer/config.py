@@ -79,6 +79,9 @@ class MoeConfig:
         groups / top_groups: only experts of the best groups are chosen; a group is as good as its
             best expert, with "sigmoid" as its best two.
         weight_scale: what the weights of a token's experts are multiplied by.
+        bias: whether the router and the experts' projections have biases.
+        swiglu_limit: bound of gate and up in `layers.clamped_swiglu`, which then replaces the
+            model's activation; None: it does not. swiglu_alpha: what the gate's sigmoid is taken of.
     """
 
     num_experts: int
@@ -91,6 +94,9 @@ class MoeConfig:
     groups: int = 1
     top_groups: int = 1
     weight_scale: float = 1.0
+    bias: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +153,7 @@ class ModelConfig:
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_soft_cap: float | None = None
+    attention_sinks: bool = False  # a logit a head that takes its share of the attention
     logit_soft_cap: float | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0

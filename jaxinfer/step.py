@@ -135,7 +135,10 @@ def _layer(
     stored = pool
 
     def attend(
-        q: Float[Array, "T KV G hd"], k: Float[Array, "T KV hd"], v: Float[Array, "T KV hd"] | None
+        q: Float[Array, "T KV G hd"],
+        k: Float[Array, "T KV hd"],
+        v: Float[Array, "T KV hd"] | None,
+        sinks: Float[Array, "KV G"] | None = None,
     ) -> Float[Array, "T KV G vd"]:
         nonlocal stored
         pages = _write(config, pool, place, k, v)
@@ -145,6 +148,7 @@ def _layer(
             "scale": config.scale,
             "window": kind.window,
             "soft_cap": config.attention_soft_cap,
+            "sinks": sinks,
             "implementation": model.attention,
             "block": model.attention_block,
             "value_dim": config.value_dim,

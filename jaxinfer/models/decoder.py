@@ -14,6 +14,7 @@ by the fields of `ModelConfig`:
     rotary_dim, rope_pairs       part of a head rotates; neighbours are paired (GLM4)
     attention_scale, *_soft_cap  tanh caps of scores and logits (Gemma 2)
     *_multiplier                 scalars on embeddings, residuals and logits (Granite, Gemma)
+    attention_sinks              a learned logit a head takes a share of the attention (gpt_oss)
     moe                          layers whose MLP is a mixture of experts: `models/moe.py`
     mla                          latent attention (DeepSeek): `models/mla.py`
 
@@ -100,7 +101,7 @@ def _attention(
         cos, sin = context[kind.rope]
         flat = qk.reshape(tokens, -1, c.head_dim)
         qk = apply_rope(flat, cos, sin, c.rope_pairs).reshape(qk.shape)
-    attended = attend(qk[:, :, :group], qk[:, :, group], v)
+    attended = attend(qk[:, :, :group], qk[:, :, group], v, params.get("sinks"))
     return add_bias(project_out(attended, params["o"]), params.get("o_bias"))
 
 
