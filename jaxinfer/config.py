@@ -80,8 +80,8 @@ class MoeConfig:
             best expert, with "sigmoid" as its best two.
         weight_scale: what the weights of a token's experts are multiplied by.
         bias: whether the router and the experts' projections have biases.
-        swiglu_limit: bound of gate and up in `layers.clamped_swiglu`, which then replaces the
-            model's activation; None: it does not. swiglu_alpha: what the gate's sigmoid is taken of.
+        swiglu_limit / swiglu_alpha: of `layers.clamped_swiglu`, which replaces the model's
+            activation; without a limit (None) it does not.
     """
 
     num_experts: int

@@ -209,20 +209,18 @@ def _gather(
     return rows.reshape(pages.shape[0], kv_heads, -1, head_dim)
 
 
-def _start(shape: tuple[int, int, int, int], seen: Seen) -> tuple:
+def _start(shape: tuple[int, ...], seen: Seen) -> tuple:
     """(maximum, sum, weighted values) before any key was seen, of queries [S, KV, rows * G, hd].
 
     A sink is a key without a value that was seen already.
     """
-    top, total = MASKED, 0.0
+    top = jnp.full(shape[:3], MASKED, jnp.float32)
+    total = jnp.zeros(shape[:3], jnp.float32)
     if seen.sinks is not None:
         repeats = shape[2] // seen.sinks.shape[1]
-        top, total = jnp.tile(seen.sinks.astype(jnp.float32), (1, repeats))[None], 1.0
-    return (
-        jnp.broadcast_to(jnp.float32(top), shape[:3]),
-        jnp.full(shape[:3], total, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-    )
+        sinks = jnp.tile(seen.sinks.astype(jnp.float32), (1, repeats))
+        top, total = jnp.broadcast_to(sinks[None], top.shape), jnp.ones_like(total)
+    return top, total, jnp.zeros(shape, jnp.float32)
 
 
 def _accumulate(
