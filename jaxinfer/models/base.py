@@ -15,6 +15,8 @@ LayerContext = Any  # a family's own pytree, made once a step
 # attend(q [T, kv_heads, group, head_dim], k [T, kv_heads, head_dim], v, sinks [kv_heads, group] or
 # None) -> like q, as wide as v. v None: the leading `value_dim` of k is.
 Attend = Callable[..., Any]
+# on_routed(experts i32[T, top_k]): hears which experts the tokens of a layer go to
+OnRouted = Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class Family(Protocol):
         x: Float[Array, "T D"],
         context: LayerContext,
         attend: Attend,
+        on_routed: OnRouted | None = None,  # given where `kind.moe`, and called once there
     ) -> Float[Array, "T D"]: ...
     def unembed(
         self, params: Tree, c: ModelConfig, x: Float[Array, "R D"]

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.config import LayerKind, ModelConfig, RopeConfig
-from jaxinfer.models.base import Attend, LayerContext
+from jaxinfer.models.base import Attend, LayerContext, OnRouted
 from jaxinfer.models.layers import activate, add_bias, linear, rms_norm
 from jaxinfer.models.layers import embed as embed_rows
 from jaxinfer.models.mla import latent_attention
@@ -63,6 +63,7 @@ def layer(
     x: Float[Array, "T D"],
     context: LayerContext,
     attend: Attend,
+    on_routed: OnRouted | None = None,
 ) -> Float[Array, "T D"]:
     """One transformer block; `attend` stores k and v in the pool and attends over it."""
     normed = _normed(params, c, x, "attn_norm")
@@ -72,7 +73,10 @@ def layer(
         half = _attention(params, c, kind, normed, context, attend)
     x = _add(c, x, _normed(params, c, half, "attn_post_norm"))
     normed = _normed(params, c, x, "mlp_norm")
-    half = moe(params, c, c.moe, normed) if c.moe and kind.moe else mlp(params, c, normed)
+    if c.moe and kind.moe:
+        half = moe(params, c, c.moe, normed, on_routed)
+    else:
+        half = mlp(params, c, normed)
     return _add(c, x, _normed(params, c, half, "mlp_post_norm"))
 
 

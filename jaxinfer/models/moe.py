@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.config import ModelConfig, MoeConfig
-from jaxinfer.models.base import HfSource
+from jaxinfer.models.base import HfSource, OnRouted
 from jaxinfer.models.expert_tensors import with_fused
 from jaxinfer.models.layers import (
     activate,
@@ -118,11 +118,19 @@ def moe_sources(c: ModelConfig, m: MoeConfig, hf: str, names: Names) -> dict[str
     return with_fused(sources, c, m, hf)
 
 
-def moe(params: Tree, c: ModelConfig, m: MoeConfig, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+def moe(
+    params: Tree,
+    c: ModelConfig,
+    m: MoeConfig,
+    x: Float[Array, "T D"],
+    on_routed: OnRouted | None = None,
+) -> Float[Array, "T D"]:
     """The weighted outputs of each token's experts, and of the shared one."""
     logits = linear(x, params["router"], out_dtype=jnp.float32)
     logits = add_bias(logits, params.get("router_bias"))
     weights, experts = route(m, logits, params.get("correction"))
+    if on_routed is not None:
+        on_routed(experts)
     flat = experts.reshape(-1)
     order = jnp.argsort(flat)  # stable, so the same rows come in the same order
     sizes = jnp.bincount(flat, length=m.num_experts).astype(jnp.int32)
