@@ -176,7 +176,10 @@ def _of_best_groups(m: MoeConfig, ranked: Float[Array, "T E"]) -> Float[Array, "
     return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(ranked.shape)
 
 
-def _biases(params: Tree, experts: Int[Array, " R"]) -> tuple[Array, Array]:
+Biases = tuple[Float[Array, "R blocks 2 block"], Float[Array, "R D"]]
+
+
+def _biases(params: Tree, experts: Int[Array, " R"]) -> Biases:
     """Biases of gate and up and of down for rows of these experts."""
     return params["experts_gate_up_bias"][experts], params["experts_down_bias"][experts]
 
@@ -187,7 +190,7 @@ def _experts(
     m: MoeConfig,
     rows: Float[Array, "R D"],
     sizes: Int[Array, " E"],
-    biases: tuple[Array, Array] | None,
+    biases: Biases | None,
 ) -> Float[Array, "R D"]:
     gate_up, down = params["experts_gate_up"], params["experts_down"]
 
