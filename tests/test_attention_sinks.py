@@ -10,7 +10,7 @@ from test_attention_reference import CHUNK, IMPLEMENTATIONS, SCALE, Paged, tiles
 
 from pallas_kernels.paged_attention import paged_attention, paged_prefill
 
-STATIC = ("scale", "implementation", "window", "block")
+STATIC = ("scale", "implementation", "window", "block", "value_dim")
 attend = jax.jit(paged_attention, static_argnames=STATIC)
 prefill = jax.jit(paged_prefill, static_argnames=STATIC)
 GROUP = 3
@@ -92,3 +92,21 @@ def test_a_sink_far_below_all_scores_changes_nothing(implementation):
     without = attend(q, *paged.pools(), table, lens, **how)
     with_sinks = attend(q, *paged.pools(), table, lens, sinks=jnp.full((2, GROUP), -1e9), **how)
     np.testing.assert_allclose(with_sinks, without, atol=1e-6)
+
+
+@both_bodies
+def test_with_values_inside_the_keys(implementation):
+    """A pool of latents gives what one with the same values beside the keys does."""
+    pieces = [(0, 15, 17), (1, 0, 100)]
+    lengths = [start + length for _, start, length in pieces]
+    paged = Paged(np.random.default_rng(3), lengths, 16, kv_heads=1)
+    q, table = jnp.asarray(paged.queries(CHUNK, GROUP)), jnp.asarray(paged.table)
+    keys, tiles = jnp.nan_to_num(jnp.asarray(paged.k_pool)), jnp.asarray(tiles_of(pieces))
+    how = {"scale": SCALE, "implementation": implementation, "sinks": jnp.asarray(SINKS[1:])}
+    beside = prefill(q, keys, keys, table, tiles, **how)
+    inside = prefill(q, keys, None, table, tiles, value_dim=16, **how)
+    np.testing.assert_allclose(inside[:117], beside[:117], atol=2e-6)
+    lens = jnp.asarray(lengths, jnp.int32)
+    beside = attend(q[:2], keys, keys, table, lens, **how)
+    inside = attend(q[:2], keys, None, table, lens, value_dim=16, **how)
+    np.testing.assert_allclose(inside, beside, atol=2e-6)

@@ -137,7 +137,7 @@ def paged_prefill(
             shown = valid[None, None] if masked else None
             return _accumulate(state, by_head, *pool.gather(pages), shown, seen)
 
-        state = _start((*by_head.shape[:3], width), seen)
+        state = _start((*by_head.shape[:3], width), seen, heads_first)
         trips = _trips(position + count, table, span, page_size, dynamic)
         start: Int[Array, ""] | int = 0  # of the blocks that some rows see in part
         if dynamic and seen.window is None:  # those before it, all rows see whole
@@ -209,8 +209,9 @@ def _gather(
     return rows.reshape(pages.shape[0], kv_heads, -1, head_dim)
 
 
-def _start(shape: tuple[int, ...], seen: Seen) -> tuple:
-    """(maximum, sum, weighted values) before any key was seen, of queries [S, KV, rows * G, hd].
+def _start(shape: tuple[int, ...], seen: Seen, heads_first: bool = False) -> tuple:
+    """(maximum, sum, weighted values) before any key was seen, of queries [S, KV, rows * G, hd];
+    `heads_first`: [S, KV, G * rows, hd].
 
     A sink is a key without a value that was seen already.
     """
@@ -218,7 +219,8 @@ def _start(shape: tuple[int, ...], seen: Seen) -> tuple:
     total = jnp.zeros(shape[:3], jnp.float32)
     if seen.sinks is not None:
         repeats = shape[2] // seen.sinks.shape[1]
-        sinks = jnp.tile(seen.sinks.astype(jnp.float32), (1, repeats))
+        sinks = seen.sinks.astype(jnp.float32)
+        sinks = jnp.repeat(sinks, repeats, 1) if heads_first else jnp.tile(sinks, (1, repeats))
         top, total = jnp.broadcast_to(sinks[None], top.shape), jnp.ones_like(total)
     return top, total, jnp.zeros(shape, jnp.float32)
 
