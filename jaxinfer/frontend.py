@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from jaxinfer.expert_load import ExpertLoad
 from jaxinfer.load import Load, StepRecord
 from jaxinfer.request import (
     Abort,
@@ -63,6 +64,9 @@ class EngineView(Protocol):
     def load(self) -> Load: ...
 
     def page_states(self) -> list[bytes]: ...  # by KV group, a byte a page: free, used, cached
+
+    @property
+    def experts(self) -> ExpertLoad | None: ...  # None for a model without
 
 
 class EngineLink(Protocol):

@@ -210,9 +210,14 @@ def dense_logits(config: ModelConfig, params: Any, tokens: np.ndarray) -> np.nda
 
 
 def dense_attention(
-    config: ModelConfig, window: int | None, q: jax.Array, k: jax.Array, v: jax.Array | None
+    config: ModelConfig,
+    window: int | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention of all tokens to all, with a model's scale, cap and window."""
+    """Causal attention of all tokens to all, with a model's scale, cap, window and sinks."""
     if v is None:
         v = k[..., : config.value_dim]
     position = np.arange(len(q))
@@ -222,5 +227,9 @@ def dense_attention(
     scores = jnp.einsum("tkgd,skd->kgts", q, k).astype(jnp.float32) * config.scale
     if config.attention_soft_cap is not None:
         scores = jnp.tanh(scores / config.attention_soft_cap) * config.attention_soft_cap
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if sinks is not None:
+        last = jnp.broadcast_to(sinks[:, :, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, last], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : len(k)].astype(v.dtype)
     return jnp.einsum("kgts,skd->tkgd", weights, v)

@@ -19,7 +19,7 @@ from jaxinfer.models.hf_quantization import fp8_block
 from jaxinfer.tokenizer import Tokenizer, eos_token_ids
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
+_DTYPES = ("F32", "BF16", "F16", "F64", "U8")
 
 
 class SafetensorsFiles:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import grpc
 from google.protobuf.message import Message
 
+from jaxinfer.expert_load import imbalance
 from jaxinfer.load import Load, Percentiles, StepRecord
 from jaxinfer.request import Counters, EngineStoppedError, QueueFullError
 from jaxinfer.validation import Violations
@@ -45,6 +46,7 @@ class ControlService:
                 "Load": unary(pb.LoadRequest, self.load),
                 "WatchLoad": streaming(pb.WatchLoadRequest, self.watch_load),
                 "Abort": unary(pb.AbortRequest, self.abort),
+                "ExpertLoad": unary(pb.ExpertLoadRequest, self.expert_load),
             },
         )
 
@@ -125,6 +127,21 @@ class ControlService:
                 f"no call with the id {request.request_id!r} runs or waits; it may have ended"
             )
         return pb.AbortResponse()
+
+    async def expert_load(self, request: pb.ExpertLoadRequest, context: Context) -> Message:
+        model = loaded(self.served)
+        load, time = model.frontend.engine.experts, model.frontend.uptime
+        if load is None:
+            return pb.ExpertLoadResponse(time=time)
+        return pb.ExpertLoadResponse(
+            time=time,
+            experts=load.tokens.shape[1],
+            experts_per_token=load.top_k,
+            layers=[
+                pb.LayerExperts(layer=layer, tokens=tokens.tolist(), imbalance=imbalance(tokens))
+                for layer, tokens in zip(load.layers, load.tokens, strict=True)
+            ],
+        )
 
 
 def _last_before(model: ServedModel, interval: float) -> int:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxinfer_service.cli import console, options
+from jaxinfer_service.cli.remote import LOCAL
 
 
 def convert(
@@ -33,11 +34,13 @@ def convert(
 
 def inspect(
     path: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="PATH", help="An Orbax or Hugging Face folder, a .gguf file, or `demo`."
+            metavar="[PATH]",
+            help="An Orbax or Hugging Face folder, a .gguf file, or `demo`.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     device_memory: Annotated[
         int | None,
         typer.Option(
@@ -48,11 +51,36 @@ def inspect(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+    expert_load: Annotated[
+        bool,
+        typer.Option(
+            "--expert-load", help="Instead: how a server's tokens spread over its experts."
+        ),
+    ] = False,
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help=f"The server.  [default: {LOCAL}]"),
+    ] = None,
+    over: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1, metavar="SECONDS", help="Of the next seconds, not since it began to serve."
+        ),
+    ] = None,
     log_level: options.LogLevel = "warning",
     log_format: options.LogFormat = "text",
 ) -> None:
     """Say what a checkpoint is, from its headers: shapes, sizes, tokenizer. Loads nothing."""
     console.set_up_logging(log_level, log_format)
+    if expert_load:
+        if path is not None or device_memory is not None:
+            raise typer.BadParameter("--expert-load asks a server: leave PATH and sizes out")
+        from jaxinfer_service.cli.expert_load import show
+
+        show(server or LOCAL, over, as_json)
+        return
+    if path is None or server is not None or over is not None:
+        raise typer.BadParameter("give a PATH; or --expert-load, with --server and --over")
     from jaxinfer.checkpoints import describe, inspect_checkpoint
     from jaxinfer.demo import DEMO, demo_checkpoint
 

@@ -183,3 +183,29 @@ class AbortRequest(_message.Message):
 class AbortResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ExpertLoadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ExpertLoadResponse(_message.Message):
+    __slots__ = ("time", "experts", "experts_per_token", "layers")
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    time: float
+    experts: int
+    experts_per_token: int
+    layers: _containers.RepeatedCompositeFieldContainer[LayerExperts]
+    def __init__(self, time: _Optional[float] = ..., experts: _Optional[int] = ..., experts_per_token: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ...) -> None: ...
+
+class LayerExperts(_message.Message):
+    __slots__ = ("layer", "tokens", "imbalance")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    imbalance: float
+    def __init__(self, layer: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., imbalance: _Optional[float] = ...) -> None: ...
