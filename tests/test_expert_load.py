@@ -73,8 +73,9 @@ def routed(model: LoadedModel, tokens: list[int]) -> np.ndarray:
     """i32[layers, tokens, top_k]: the experts of each token of a sequence, by a plain loop."""
     c, family = model.config, family_of(model.config.family)
     padded = jnp.asarray(tokens + [0] * (LONGEST - len(tokens)), jnp.int32)  # one shape for all
-    context = family.layer_context(c, jnp.arange(LONGEST, dtype=jnp.int32))
-    x, experts = family.embed(model.params, c, padded), []
+    positions = jnp.arange(LONGEST, dtype=jnp.int32)
+    context = family.layer_context(c, positions)
+    x, experts = family.embed(model.params, c, padded, positions), []
     for i, layer in enumerate(model.params["layers"]):
         kind = c.kind(i)
         attend = functools.partial(dense_attention, c, kind.window)

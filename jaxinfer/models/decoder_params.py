@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -169,7 +170,11 @@ def _renamed(source: HfSource, modules: Mapping[str, str]) -> HfSource:
             name = name.replace(usual, own)
         return name
 
-    return HfSource({rename(name): s for name, s in source.tensors.items()}, source.combine)
+    return dataclasses.replace(
+        source,
+        tensors={rename(name): shape for name, shape in source.tensors.items()},
+        others=tuple(_renamed(other, modules) for other in source.others),
+    )
 
 
 def _fused_qkv(c: ModelConfig, name: str, *width: int) -> HfSource:
