@@ -279,7 +279,7 @@ def nan_norm() -> dict[str, np.ndarray]:
         ({"metadata": {"tokenizer.ggml.pre": "unheard-of"}}, ["tokenizer.ggml.pre", "unheard-of"]),
         ({"metadata": {"tokenizer.ggml.tokens": None}}, ["tokenizer.ggml.tokens is missing"]),
         ({"metadata": {"llama.block_count": None}}, ["llama.block_count is missing"]),
-        ({"metadata": {"llama.rope.scaling.type": "longrope"}}, ["llama.rope.scaling.factor"]),
+        ({"metadata": {"llama.rope.scaling.type": "longrope"}}, ["without rope_factors_short"]),
     ],
 )
 def test_defects_of_gguf_files(tmp_path: Path, arguments: dict[str, Any], words: list[str]) -> None:
