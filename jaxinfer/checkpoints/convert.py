@@ -1,4 +1,4 @@
-"""Hugging Face folder or GGUF file → Orbax folder of ours."""
+"""Any checkpoint → Orbax folder of ours."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ from jaxinfer.params import Tree, named_leaves
 
 
 def convert(
-    src: str | Path, dst: str | Path, dtype: str | None = None, progress: Progress | None = None
+    src: str | Path,
+    dst: str | Path,
+    dtype: str | None = None,
+    progress: Progress | None = None,
+    config_file: str | Path | None = None,
 ) -> Path:
-    """Convert a Hugging Face folder or GGUF file to our Orbax folder at `dst`, a new path.
+    """Convert any checkpoint to our Orbax folder at `dst`, a new path.
 
-    `dtype` None keeps the source's (quantised GGUF: float32). Raises CheckpointError.
+    `dtype` None keeps the source's (quantised GGUF: float32); `config_file` is the config.json of
+    an Orbax checkpoint of another project that has none beside it. Raises CheckpointError.
     """
     src, dst = resolve_model(src), Path(dst).expanduser()
     if orbax_io.is_orbax_folder(src):
         raise CheckpointError(f"{src} is an Orbax checkpoint already")
     if dst.exists():
         raise CheckpointError(f"{dst} exists already; remove it or choose another destination")
-    source = open_source(src)
+    source = open_source(src, config_file)
     kind = check_dtype(dtype or source.dtype)
     params = load_params(source, kind, lambda array, spec: array, progress)
     _check_space(dst, params)
