@@ -358,7 +358,7 @@ ORBAX_DEFECTS: dict[str, tuple[Defect, list[str]]] = {
     "another format": (manifest(lambda m: m.update(format_version=99)), ["format_version = 99"]),
     "no config": (manifest(lambda m: m.pop("config")), ["jaxinfer.json", "config"]),
     "manifest cut": (cut("jaxinfer.json", 50), ["jaxinfer.json"]),
-    "manifest gone": (lambda f: (f / "jaxinfer.json").unlink(), ["neither jaxinfer.json nor"]),
+    "manifest gone": (lambda f: (f / "jaxinfer.json").unlink(), ["lacks jaxinfer.json", "again"]),
     "empty tokenizer": (cut("tokenizer/tokenizer.json", 0), ["tokenizer.json", "is empty"]),
 }
 

@@ -63,6 +63,11 @@ def resolve_model(name_or_path: str | Path) -> Path:
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path} is a file but no .gguf file; MODEL is {kinds}")
         return path
+    if orbax_io.is_unfinished(path):
+        raise CheckpointError(
+            f"{path} lacks {orbax_io.MANIFEST}: a conversion that was not finished, or damaged; "
+            "convert the original again"
+        )
     if orbax_io.is_orbax_folder(path) or (path / "config.json").is_file() or find_tree(path):
         return path
     found = sorted(path.glob("*.gguf"))

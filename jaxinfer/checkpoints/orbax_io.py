@@ -6,21 +6,18 @@
 
 The folder is written under another name and renamed when complete, so an interrupted conversion
 never leaves one that loads. Arrays are stored uncompressed and in files of their own: restoring is
-then little more than reading. A zarr reader takes an absent file for zeros and cannot see a flipped
-bit, so `jaxinfer.json` lists every file with its size and checksum, and restoring checks them.
+then little more than reading (`array_files.py`). A zarr reader takes an absent file for zeros and
+cannot see a flipped bit, so `jaxinfer.json` lists every file with its size and checksum.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
-import os
 import shutil
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Set
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,17 +26,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxinfer.checkpoints.array_files import read_arrays
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.source import non_finite, summarise
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of
 from jaxinfer.models.hf_config import check_sizes
-from jaxinfer.params import ParamSpec, Tree, map_named_specs, map_specs, named_leaves
+from jaxinfer.params import ParamSpec, Tree, map_named_specs, named_leaves
 from jaxinfer.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
-_IN_FLIGHT = 32 << 20  # bytes read at once; a larger parameter is read alone
-_SMALL = 1 << 16  # bytes; files up to this size are checked before any is used
 MANIFEST, PARAMS, TOKENIZER = "jaxinfer.json", "params", "tokenizer"
 
 
@@ -63,6 +59,11 @@ class Manifest:
 
 def is_orbax_folder(path: Path) -> bool:
     return (path / MANIFEST).is_file()
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a folder is what a conversion that was killed leaves, or lost its manifest."""
+    return not is_orbax_folder(path) and all((path / n).is_dir() for n in (PARAMS, TOKENIZER))
 
 
 def save(
@@ -132,57 +133,24 @@ def read_manifest(path: Path) -> Manifest:
 def restore(
     path: Path, manifest: Manifest, dtype: str, sharding_of: Callable[[ParamSpec], Any]
 ) -> Tree:
-    """The parameters in `dtype`, each shard read straight to where it belongs.
+    """The parameters in `dtype`, each byte read once and its shards put where they belong.
 
-    Besides the parameters, memory holds what is in flight: at most the largest of them, as it is
-    read and as it is placed. Raises CheckpointError naming the tensors or files that are missing,
-    extra, misshapen, cut short or changed.
+    Besides the parameters, memory holds what is in flight: at most the largest of them. Raises
+    CheckpointError naming the tensors or files that are missing, extra, misshapen, cut short or
+    changed.
     """
     check(path, manifest)
     specs = family_of(manifest.config.family).param_specs(manifest.config)
-    folder = (path / PARAMS).absolute()
-    batches = _batches(manifest, specs, dtype, sharding_of)
-    params = map_specs(lambda _: ..., specs)
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
-        # Metadata first, so that nothing is read as it should not be; arrays while they are read.
-        by_size = sorted(manifest.files.items(), key=lambda item: item[1][0])
-        checks = [pool.submit(_check_file, folder, *item) for item in by_size]
-        small = sum(size <= _SMALL for _, (size, _) in by_size)
-        _raise_problems(path, [check.result() for check in checks[:small]])
-        try:
-            for limit, arguments in batches:
-                part = _checkpointer(limit).restore(folder, arguments)
-                params = jax.tree.map(lambda old, new: old if new is ... else new, params, part)
-        except Exception as error:  # Orbax and TensorStore raise many kinds
-            raise CheckpointError(f"{folder} cannot be restored: {error}") from error
-        _raise_problems(path, [check.result() for check in checks[small:]])
-    return params
+    spec_of = dict(named_leaves(specs))
 
+    def place(name: str, array: np.ndarray) -> jax.Array:
+        spec = spec_of[name]
+        placed = jax.device_put(array, sharding_of(spec))
+        kind = spec.resolve_dtype(dtype)
+        return placed if placed.dtype == kind else placed.astype(kind)
 
-def _batches(
-    manifest: Manifest, specs: Tree, dtype: str, sharding_of: Callable[[ParamSpec], Any]
-) -> list[tuple[int, Any]]:
-    """(bytes in flight, Orbax arguments): the large parameters first, then the others.
-
-    A large one waits until its bytes are free. Last, that would be when memory is fullest.
-    """
-    stored = {name: np.dtype(kind).itemsize for name, (_, kind) in manifest.tensors.items()}
-    sizes = {  # as stored or as restored, whichever is wider
-        name: math.prod(spec.shape) * max(stored[name], spec.resolve_dtype(dtype).itemsize)
-        for name, spec in named_leaves(specs)
-    }
-    large = {name for name, size in sizes.items() if size > _IN_FLIGHT}
-    groups = [(large, max(sizes.values())), (sizes.keys() - large, _IN_FLIGHT)]
-    return [
-        (limit + 1, _restore_args(specs, group, dtype, sharding_of))
-        for group, limit in groups
-        if group
-    ]
-
-
-def _raise_problems(path: Path, problems: list[str | None]) -> None:
-    if found := [problem for problem in problems if problem]:
-        raise CheckpointError(summarise(str(path), found))
+    arrays = read_arrays(path / PARAMS, manifest.files, manifest.tensors, place)
+    return map_named_specs(lambda name, _: arrays[name], specs)
 
 
 def is_current(path: Path) -> bool:
@@ -224,18 +192,6 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
         raise CheckpointError(summarise(str(folder.parent), problems))
 
 
-def _check_file(folder: Path, name: str, expected: tuple[int, int]) -> str | None:
-    """What is wrong with a file, None when it is as it was written."""
-    try:
-        crc = _crc32(folder / name)
-    except OSError as error:
-        return f"{PARAMS}/{name}: {error.strerror}"
-    if crc != expected[1]:
-        was = f"CRC-32 {expected[1]:08x}, found {crc:08x}"
-        return f"{PARAMS}/{name}: changed since it was written (expected {was})"
-    return None
-
-
 def _crc32(path: Path) -> int:
     crc = 0
     buffer = memoryview(bytearray(1 << 20))
@@ -250,7 +206,7 @@ def _inventory(folder: Path) -> dict[str, list[int]]:
     return {str(p.relative_to(folder)): [p.stat().st_size, _crc32(p)] for p in files}
 
 
-# Orbax takes a while to import, so only those who save or restore do.
+# Orbax takes a while to import, so only those who save do.
 
 
 @contextmanager
@@ -265,42 +221,13 @@ def _without_warnings() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _checkpointer(restore_bytes: int | None = None) -> Any:
+def _checkpointer() -> Any:
     import orbax.checkpoint as ocp
 
-    handler = ocp.PyTreeCheckpointHandler(
-        use_ocdbt=False,
-        use_compression=False,
-        restore_concurrent_gb=restore_bytes and restore_bytes / 1e9,
-    )
-    return ocp.Checkpointer(handler)
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False))
 
 
 def _save_args(params: Tree) -> Any:
     import orbax.checkpoint as ocp
 
     return ocp.args.PyTreeSave(params)
-
-
-def _restore_args(
-    specs: Tree, names: Set[str], dtype: str, sharding_of: Callable[[ParamSpec], Any]
-) -> Any:
-    """Orbax arguments that restore the named parameters and leave `...` for the others."""
-    import orbax.checkpoint as ocp
-
-    def item(name: str, spec: ParamSpec) -> Any:
-        if name not in names:
-            return ocp.PLACEHOLDER
-        return jax.ShapeDtypeStruct(spec.shape, spec.resolve_dtype(dtype))
-
-    def arguments(spec: ParamSpec) -> Any:
-        return ocp.ArrayRestoreArgs(
-            restore_type=jax.Array,
-            dtype=spec.resolve_dtype(dtype),
-            sharding=sharding_of(spec),
-            global_shape=spec.shape,
-        )
-
-    return ocp.args.PyTreeRestore(
-        item=map_named_specs(item, specs), restore_args=map_specs(arguments, specs)
-    )
