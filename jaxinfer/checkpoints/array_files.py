@@ -1,4 +1,4 @@
-"""The arrays of our own checkpoints, read straight from their files.
+"""The arrays of our own checkpoints, straight from their files and to them.
 
 They are stored uncompressed, so a file's bytes are the array's memory: each is read once, whatever
 the array is sharded over, its checksum is computed while it is in the processor's cache, and on a
@@ -161,6 +161,28 @@ def _read_file(folder: Path, files: Files, name: str, into: np.ndarray) -> None:
             f"{folder.name}/{name}: changed since it was written (expected CRC-32 "
             f"{expected:08x}, found {crc:08x})"
         )
+
+
+def write_array(folder: Path, name: str, array: np.ndarray) -> dict[str, list[int]]:
+    """Put an array in the place of another of as many dimensions and the same dtype.
+
+    Returns size and CRC-32 of its files, by path below the folder.
+    """
+    metadata = folder / name / ".zarray"
+    shape = list(array.shape)
+    layout = json.loads(metadata.read_text("utf-8")) | {"shape": shape, "chunks": shape}
+    text = json.dumps(layout).encode()
+    metadata.write_bytes(text)
+    chunk = _chunk(name, layout, (0,) * array.ndim)
+    memory = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    crc = 0
+    with (folder / chunk).open("wb", buffering=0) as file:
+        for start in range(0, len(memory), _PIECE):
+            piece = memory[start : start + _PIECE]
+            crc = zlib.crc32(piece, crc)
+            while len(piece):
+                piece = piece[file.write(piece) :]
+    return {f"{name}/.zarray": [len(text), zlib.crc32(text)], chunk: [len(memory), crc]}
 
 
 def _check_file(folder: Path, files: Files, name: str) -> None:

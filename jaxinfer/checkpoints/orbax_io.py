@@ -17,7 +17,7 @@ import logging
 import shutil
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +26,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.checkpoints.array_files import read_arrays
+from jaxinfer.checkpoints.array_files import read_arrays, write_array
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.source import non_finite, summarise
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of
 from jaxinfer.models.hf_config import check_sizes
-from jaxinfer.params import ParamSpec, Tree, map_named_specs, named_leaves
+from jaxinfer.params import ParamSpec, Tree, map_named_specs, map_specs, named_leaves
 from jaxinfer.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
@@ -69,31 +69,47 @@ def is_unfinished(path: Path) -> bool:
 def save(
     path: Path, params: Tree, config: ModelConfig, dtype: str, tokenizer: Tokenizer, source: str
 ) -> None:
-    """Write a checkpoint folder at `path`, which appears only when it is complete.
+    """Write a checkpoint folder at `path` of parameters that are in memory (see `writing`)."""
+    with writing(path, config, dtype, tokenizer, source) as write:
+        for name, array in named_leaves(params):
+            write(name, np.asarray(array))
 
-    `params` may hold NumPy or JAX arrays. Raises CheckpointError when `path` exists, and for NaN
-    or Inf values: with the checksums, that makes looking for them at every restore needless.
+
+@contextmanager
+def writing(
+    path: Path, config: ModelConfig, dtype: str, tokenizer: Tokenizer, source: str
+) -> Iterator[Callable[[str, np.ndarray], None]]:
+    """A function that writes one parameter of a checkpoint folder at `path`.
+
+    The folder appears when all are written and the context ends well. Raises CheckpointError when
+    `path` exists, and for NaN or Inf values: with the checksums, that makes looking for them at
+    every restore needless.
     """
     if path.exists():
         raise CheckpointError(f"{path} exists already; remove it or choose another destination")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
-    tensors = {}
-    for name, array in named_leaves(params):
-        if bad := non_finite(np.asarray(array)):
+    tensors: dict[str, Any] = {}
+    files: dict[str, list[int]] = {}
+
+    def write(name: str, array: np.ndarray) -> None:
+        if bad := non_finite(array):
             raise CheckpointError(f"{name}: {bad} of {array.size} values are NaN or Inf")
         tensors[name] = [list(array.shape), array.dtype.name]
+        files.update(write_array(partial / PARAMS, name, array))
+
     try:
         tokenizer.save(partial / TOKENIZER)
-        with _without_warnings():
-            _checkpointer().save((partial / PARAMS).absolute(), _save_args(params))
+        specs = family_of(config.family).param_specs(config)
+        _save_skeleton(partial / PARAMS, specs, dtype)
+        yield write
         manifest = {
             "format_version": FORMAT_VERSION,
             "config": config.to_json(),
             "dtype": dtype,
             "source": source,
             "tensors": tensors,
-            "files": _inventory(partial / PARAMS),
+            "files": files | _inventory(partial / PARAMS, files),
         }
         (partial / MANIFEST).write_text(json.dumps(manifest), "utf-8")
         partial.rename(path)
@@ -201,33 +217,23 @@ def _crc32(path: Path) -> int:
     return crc
 
 
-def _inventory(folder: Path) -> dict[str, list[int]]:
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    return {str(p.relative_to(folder)): [p.stat().st_size, _crc32(p)] for p in files}
+def _inventory(folder: Path, known: Collection[str] = ()) -> dict[str, list[int]]:
+    """Size and CRC-32 of every file that is not known yet."""
+    paths = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {n: [p.stat().st_size, _crc32(p)] for n, p in paths.items() if n not in known}
 
 
-# Orbax takes a while to import, so only those who save do.
+def _save_skeleton(folder: Path, specs: Tree, dtype: str) -> None:
+    """Let Orbax write the tree, with one value for each array: they are then written one by one,
+    and Orbax's own metadata of a NumPy array has no shape."""
+    import orbax.checkpoint as ocp  # takes a while, so only those who save wait for it
 
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Orbax warns of each save that it has no OCDBT files to merge: we write none."""
+    ones = map_specs(lambda s: np.zeros((1,) * len(s.shape), s.resolve_dtype(dtype)), specs)
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
     logger = logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.ERROR)  # it warns that it has no OCDBT files to merge: we write none
     try:
-        yield
+        ocp.Checkpointer(handler).save(folder.absolute(), ocp.args.PyTreeSave(ones))
     finally:
         logger.setLevel(level)
-
-
-def _checkpointer() -> Any:
-    import orbax.checkpoint as ocp
-
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False))
-
-
-def _save_args(params: Tree) -> Any:
-    import orbax.checkpoint as ocp
-
-    return ocp.args.PyTreeSave(params)
