@@ -12,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from jaxinfer_service.cli import app as cli
 from safetensors.numpy import save_file
 from test_families import oracle
 from tiny_checkpoint import dense_logits, expected
@@ -27,6 +28,7 @@ from tiny_foreign import (
     tunix,
     write_config,
 )
+from typer.testing import CliRunner
 
 from jaxinfer.checkpoints import CheckpointError, convert, inspect_checkpoint, load_model
 
@@ -34,6 +36,7 @@ MAXTEXT = [
     "llama_default", "llama_llama3", "mistral", "mixtral", "qwen3", "qwen3_moe", "gemma2",
     "gemma3_text",
 ]  # fmt: skip
+runner = CliRunner()
 EXACT = 2e-5  # of the largest logit
 
 
@@ -164,6 +167,20 @@ def test_dtype_config_and_conversion(tmp_path: Path) -> None:
     for path in (ours, tmp_path / "elsewhere"):
         with pytest.raises(CheckpointError, match="config of its own; leave out"):
             inspect_checkpoint(path, config)
+
+
+def test_a_config_is_named_on_the_command_line(tmp_path: Path) -> None:
+    write_config(tmp_path / "elsewhere", oracle_model("qwen3")[0])
+    config = str(tmp_path / "elsewhere" / "config.json")
+    tree = str(save(tmp_path / "tree", nested(tunix("qwen3"))))
+    facts = json.loads(runner.invoke(cli, ["inspect", tree, "--config", config, "--json"]).stdout)
+    assert facts["config"]["family"] == "qwen3" and "of Tunix" in facts["description"]
+    ours = str(tmp_path / "ours")
+    done = runner.invoke(cli, ["convert", tree, ours, "--config", config])
+    assert done.exit_code == 0 and f"jaxinfer serve {ours}" in done.stdout, done.output
+    assert same(logits(tmp_path / "ours", "qwen3"), wanted(tmp_path, "qwen3"))
+    again = runner.invoke(cli, ["convert", tree, str(tmp_path / "other")])
+    assert again.exit_code == 1 and "--config FILE" in again.output
 
 
 def broken(tmp_path: Path, change: Any) -> str:

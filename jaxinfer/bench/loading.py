@@ -61,9 +61,8 @@ def load(
             "restore_cpu_seconds": "restore, s of processor time",
         }.items()
     ]
-    rows += [
-        (key, f"{result[key]:,}" if result[key] else "-", "") for key in ("bytes", "bytes_read")
-    ]
+    rows.append(("bytes of the checkpoint", f"{result['bytes']:,}", ""))
+    rows.append(("bytes that a restore reads", f"{result['bytes_read'] or 0:,}", ""))
     report.grid(f"Loading, {rounds} rounds", ("", "cold cache", "warm cache"), rows, json_to)
     report.write_json(report.environment() | result, json_to)
 
