@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from rich.table import Table
 
 from jaxinfer.checkpoints import orbax_io
+from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.load import open_model_folder, open_source, resolve_model
 from jaxinfer.checkpoints.source import check_inventory
 from jaxinfer.config import ModelConfig, RopeConfig
@@ -73,21 +74,23 @@ class CheckpointInfo:
         }
 
 
-def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
-    """The facts of any checkpoint `load_model` takes.
+def inspect_checkpoint(path: str | Path, config_file: str | Path | None = None) -> CheckpointInfo:
+    """The facts of any checkpoint `load_model` takes; `config_file` as in `convert`.
 
     Raises CheckpointError when headers show that it could not be loaded.
     """
     path = resolve_model(path)
     stored: dict[str, int] = {}
     if orbax_io.is_orbax_folder(path):
+        if config_file is not None:
+            raise CheckpointError(f"{path} has a config of its own; leave out {config_file}")
         manifest, tokenizer = open_model_folder(path)
         orbax_io.check(path, manifest)
         for shape, kind in manifest.tensors.values():
             stored[kind] = stored.get(kind, 0) + math.prod(shape) * jnp.dtype(kind).itemsize
         description = f"Orbax checkpoint {path}, from {manifest.source}"
         return _info(description, manifest.config, stored, manifest.dtype, tokenizer)
-    source = open_source(path)
+    source = open_source(path, config_file)
     check_inventory(source)
     for name in source.tensors.shapes:
         kind, size = source.tensors.storage(name)

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxinfer.checkpoints import orbax_io
 from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.foreign_orbax import find_tree, open_foreign
 from jaxinfer.checkpoints.gguf_io import open_gguf
 from jaxinfer.checkpoints.safetensors_io import open_huggingface
 from jaxinfer.checkpoints.source import (
@@ -53,7 +54,7 @@ def resolve_model(name_or_path: str | Path) -> Path:
     `demo` is not a path: `jaxinfer.demo.demo_checkpoint` provides it.
     """
     path = Path(name_or_path).expanduser()
-    kinds = "an Orbax folder of ours, a Hugging Face folder, a .gguf file, or `demo`"
+    kinds = "an Orbax folder, a Hugging Face folder, a .gguf file, or `demo`"
     if not path.exists():
         hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name_or_path))
         hint = f"; from the Hugging Face Hub: hf download {path} --local-dir FOLDER" if hub else ""
@@ -62,18 +63,33 @@ def resolve_model(name_or_path: str | Path) -> Path:
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path} is a file but no .gguf file; MODEL is {kinds}")
         return path
-    if orbax_io.is_orbax_folder(path) or (path / "config.json").is_file():
+    if orbax_io.is_unfinished(path):
+        raise CheckpointError(
+            f"{path} lacks {orbax_io.MANIFEST}: a conversion that was not finished, or damaged; "
+            "convert the original again"
+        )
+    if orbax_io.is_orbax_folder(path) or (path / "config.json").is_file() or find_tree(path):
         return path
     found = sorted(path.glob("*.gguf"))
     hint = f"; did you mean {found[0]}?" if found else ""
     raise CheckpointError(
-        f"{path} holds neither {orbax_io.MANIFEST} nor config.json{hint}; MODEL is {kinds}"
+        f"{path} holds neither {orbax_io.MANIFEST} nor config.json nor an Orbax tree{hint}; "
+        f"MODEL is {kinds}"
     )
 
 
-def open_source(path: Path) -> Source:
-    """A Hugging Face folder or a GGUF file, opened. Raises CheckpointError."""
-    source = open_gguf(path) if path.is_file() else open_huggingface(path)
+def open_source(path: Path, config_file: str | Path | None = None) -> Source:
+    """A Hugging Face folder, a GGUF file or another project's Orbax checkpoint, opened.
+
+    `config_file` is the config.json of the latter, if none lies beside it. Raises CheckpointError.
+    """
+    foreign = path.is_dir() and not any(path.glob("*.safetensors")) and find_tree(path) is not None
+    if config_file is not None and not foreign:
+        raise CheckpointError(f"{path} has a config of its own; leave out {config_file}")
+    if foreign:
+        source = open_foreign(path, None if config_file is None else Path(config_file).expanduser())
+    else:
+        source = open_gguf(path) if path.is_file() else open_huggingface(path)
     check_vocabulary(source.description, source.config, source.tokenizer)
     return source
 

@@ -174,6 +174,8 @@ def _assemble(source: Source, path: str, hf: HfSource, spec: ParamSpec, dtype: s
         if part.dtype != kind and part.dtype.itemsize >= kind.itemsize:
             part = _narrowed(part, kind, f"{source.description}: {path}")
         parts.append(part)
+    if len({part.dtype for part in parts}) > 1:  # bfloat16 and float16 have no common type
+        parts = [part.astype(np.float32) for part in parts]
     fused = hf.combine(*parts) if hf.combine else parts[0]
     if hf.encoded:
         if bad := non_finite(fused):

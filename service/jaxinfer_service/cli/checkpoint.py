@@ -10,12 +10,29 @@ import typer
 from jaxinfer_service.cli import console, options
 from jaxinfer_service.cli.remote import LOCAL
 
+ConfigFile = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="config.json of an Orbax checkpoint of MaxText, gemma or NNX without one beside it; "
+        "tokenizer.json is taken from its folder.",
+        show_default=False,
+    ),
+]
+
 
 def convert(
     src: Annotated[
-        str, typer.Argument(metavar="SRC", help="A Hugging Face folder or a .gguf file.")
+        str,
+        typer.Argument(
+            metavar="SRC",
+            help="A Hugging Face folder, a .gguf file (the first, if split), or another project's "
+            "Orbax checkpoint.",
+        ),
     ],
     dst: Annotated[str, typer.Argument(metavar="DST", help="The Orbax folder to write.")],
+    config: ConfigFile = None,
     dtype: options.Dtype = None,
     log_level: options.LogLevel = "warning",
     log_format: options.LogFormat = "text",
@@ -26,7 +43,7 @@ def convert(
 
     try:
         with console.progress() as progress:
-            path = convert_checkpoint(src, dst, options.stored_dtype(dtype), progress)
+            path = convert_checkpoint(src, dst, options.stored_dtype(dtype), progress, config)
     except (ValueError, OSError, MemoryError) as error:
         console.fail(error)
     typer.echo(f"{path} is ready: jaxinfer serve {path}")
@@ -50,6 +67,7 @@ def inspect(
             show_default=False,
         ),
     ] = None,
+    config: ConfigFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
     expert_load: Annotated[
         bool,
@@ -86,7 +104,8 @@ def inspect(
 
     try:
         with console.progress() as progress:
-            info = inspect_checkpoint(demo_checkpoint(progress) if path == DEMO else path)
+            found = demo_checkpoint(progress) if path == DEMO else path
+            info = inspect_checkpoint(found, config)
     except (ValueError, OSError) as error:
         console.fail(error)
     if as_json:
