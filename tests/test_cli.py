@@ -317,6 +317,7 @@ def test_chat_without_a_server_and_beyond_its_length():
     with server_thread(ScriptedEngine(says("x"))) as address:  # 64 tokens
         done = in_process("chat", "--server", address, input="w" * 100 + "\n")
     assert done.returncode == 1 and "at most 63" in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("jaxinfer: ")
 
 
 def test_an_interrupted_answer_is_kept_and_an_error_leaves_no_trace(capsys, monkeypatch):

@@ -17,6 +17,7 @@ from jaxinfer.checkpoints import orbax_io
 from jaxinfer.checkpoints.load import open_model_folder, open_source, resolve_model
 from jaxinfer.checkpoints.source import check_inventory
 from jaxinfer.config import ModelConfig, RopeConfig
+from jaxinfer.generation import sampling_defaults
 from jaxinfer.kv_pool import kv_groups
 from jaxinfer.models import family_of
 from jaxinfer.params import named_leaves, param_bytes
@@ -35,6 +36,7 @@ class CheckpointInfo:
         stored: dtype as stored -> bytes of the tensors stored so.
         dtype: what it is served in unless told otherwise.
         eos_ids / tokenizer_size / chat_template: of the tokenizer.
+        generation: defaults of requests, and what is stated but not honoured, in words.
     """
 
     description: str
@@ -45,6 +47,7 @@ class CheckpointInfo:
     tokenizer_size: int
     eos_ids: tuple[int, ...]
     chat_template: bool
+    generation: str
 
     @property
     def stored_bytes(self) -> int:
@@ -112,7 +115,17 @@ def _info(
         tokenizer_size=tokenizer.vocab_size,
         eos_ids=tokenizer.eos_ids,
         chat_template=tokenizer.has_chat_template,
+        generation=_generation(tokenizer),
     )
+
+
+def _generation(tokenizer: Tokenizer) -> str:
+    try:
+        defaults = sampling_defaults(tokenizer.generation)
+    except ValueError as error:
+        return f"unusable: {error}"
+    ignored = ", ".join(defaults.not_honoured)
+    return defaults.describe() + (f"; not honoured: {ignored}" if ignored else "")
 
 
 def describe(info: CheckpointInfo, device_gib: float | None = None) -> Table:
@@ -139,6 +152,7 @@ def describe(info: CheckpointInfo, device_gib: float | None = None) -> Table:
         ("vocabulary", f"{c.vocab_size:,} embeddings, {info.tokenizer_size:,} tokens"),
         ("EOS ids", ", ".join(map(str, info.eos_ids)) or "none"),
         ("chat template", "yes" if info.chat_template else "no"),
+        ("sampling defaults", info.generation),
     ]
     for row in rows:
         table.add_row(*row)
