@@ -50,6 +50,10 @@ QWEN2_WORDS = (
 _BYTE_LEVEL = {"GPT2": (GPT2_WORDS, False), "Qwen2": (QWEN2_WORDS, True)}
 
 
+class MissingTokenizerError(ValueError):
+    """A folder has none of the files that a tokenizer is read from."""
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json, with what the files beside it say of added tokens and templates.
 
@@ -95,8 +99,10 @@ def read_vocabulary(folder: Path, config: dict[str, Any]) -> str | SentencePiece
     if (folder / VOCAB_FILE).is_file() and (merges := folder / MERGES_FILE).is_file():
         return _naming(merges, lambda: _byte_level(folder, config))
     if (file := folder / "tekken.json").is_file():
-        raise ValueError(f"{file}: is not read; save the model's fast tokenizer as tokenizer.json")
-    raise ValueError(
+        raise MissingTokenizerError(
+            f"{file}: is not read; save the model's fast tokenizer as {TOKENIZER_FILE}"
+        )
+    raise MissingTokenizerError(
         f"{folder / TOKENIZER_FILE}: missing, and so are {SENTENCEPIECE_FILE} and {VOCAB_FILE} with"
         f" {MERGES_FILE}; save the model's fast tokenizer as {TOKENIZER_FILE}"
     )
@@ -129,8 +135,9 @@ def sentencepiece_model(data: bytes, config: dict[str, Any]) -> SentencePieceMod
     ids |= {token.content: token.id for token in added.values()}
     around = {}
     for name, default in (("bos", True), ("eos", False)):
-        own = getattr(model.trainer_spec, f"{name}_piece")
-        token = content(config.get(f"{name}_token", own))
+        if (own := getattr(model.trainer_spec, f"{name}_piece")) in ids:
+            config.setdefault(f"{name}_token", own)  # for chat templates, and as an end
+        token = content(config.get(f"{name}_token"))
         wanted = config.get(f"add_{name}_token")
         if wanted and token not in ids:
             raise ValueError(f"add_{name}_token is set, and the vocabulary lacks {token!r}")

@@ -134,9 +134,7 @@ def test_lengths_that_nobody_asked_for_are_cut(
 
 def test_a_prompt_that_fills_the_models_own_length() -> None:
     defaults = sampling_defaults({"max_length": 20})
-    with pytest.raises(
-        RequestError, match=r"20 prompt tokens .* max_length of 20"
-    ):
+    with pytest.raises(RequestError, match=r"20 prompt tokens .* max_length of 20"):
         defaults.complete({}, 20, LIMITS)
 
 

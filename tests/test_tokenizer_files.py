@@ -45,7 +45,8 @@ def test_ids_are_the_librarys_own(tmp_path: Path, model: str) -> None:
         # `<turn>` is no mark of turns that we know: like `<sep>`, users may write it.
         assert tokenizer.encode(text, add_special_tokens=False) == ids, text
         assert tokenizer.encode(text) == [1, *ids]
-    assert tokenizer.eos_ids == () or tokenizer.eos_ids == (2,)
+    assert tokenizer.eos_ids == (2,)
+    assert (tokenizer.config["bos_token"], tokenizer.config["eos_token"]) == ("<s>", "</s>")
 
 
 @pytest.mark.parametrize("model", ["bpe", "no_prefix"])
@@ -54,6 +55,16 @@ def test_gguf_metadata_gives_the_same_ids(model: str) -> None:
     tokenizer = build_tokenizer(as_gguf(model, **spaces))
     for text, ids in PIECES[model]["cases"]:
         assert tokenizer.encode(text) == [1, *ids], text
+
+
+def test_gguf_vocabularies_that_do_not_name_their_begin_and_end() -> None:
+    metadata = as_gguf("bpe")
+    del metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.eos_token_id"]
+    tokenizer = build_tokenizer(metadata)
+    assert tokenizer.encode("A page")[0] == 1 and tokenizer.eos_ids == (2,)
+    metadata["tokenizer.ggml.token_type"][1] = metadata["tokenizer.ggml.token_type"][2] = 1
+    plain = build_tokenizer(metadata)
+    assert plain.encode("A page")[0] != 1 and plain.eos_ids == ()
 
 
 def test_models_differ_where_their_options_do(tmp_path: Path) -> None:

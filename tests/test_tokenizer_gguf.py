@@ -174,6 +174,12 @@ def test_ends_of_turns_that_the_file_does_not_name(names: list[str], eos: tuple[
     metadata["tokenizer.ggml.tokens"] = [tokens[0], *names, *tokens[1:]]
     metadata["tokenizer.ggml.token_type"] = [types[0], *[3] * len(names), *types[1:]]
     assert sorted(build_tokenizer(metadata).eos_ids) == list(eos)
+    metadata["tokenizer.ggml.token_type"] = [types[0], *[1] * len(names), *types[1:]]
+    tokenizer = build_tokenizer(metadata)  # the same where the file calls them ordinary
+    assert sorted(tokenizer.eos_ids) == list(eos)
+    if eos != (0,):
+        assert not {*eos} & {*tokenizer.encode(names[-1])}
+        assert {*eos} & {*tokenizer.encode(names[-1], allow_special=True)}
     metadata["tokenizer.ggml.eot_token_id"] = 0
     assert build_tokenizer(metadata).eos_ids == (0,)
 

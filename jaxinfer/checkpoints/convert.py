@@ -18,6 +18,7 @@ def convert(
     dst: str | Path,
     dtype: str | None = None,
     progress: Progress | None = None,
+    *,
     text: TextOptions | None = None,
 ) -> Path:
     """Convert a Hugging Face folder or GGUF file to our Orbax folder at `dst`, a new path.
@@ -31,7 +32,7 @@ def convert(
     if dst.exists():
         raise CheckpointError(f"{dst} exists already; remove it or choose another destination")
     source = open_source(src)
-    tokenizer = (text or TextOptions()).tokenizer(source.tokenizer)
+    tokenizer = (text or TextOptions()).tokenizer(source.require_tokenizer())
     kind = check_dtype(dtype or source.dtype)
     params = load_params(source, kind, lambda array, spec: array, progress)
     _check_space(dst, params)

@@ -8,6 +8,7 @@ by name.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
@@ -63,6 +64,8 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
         raise ValueError(
             f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
         )
+    if model == "llama":
+        metadata = _with_usual_ids(metadata, types)
     config = _config(metadata, tokens)
     generation = {
         _SAMPLING.get(key.removeprefix(_PREFIX), key): value
@@ -77,6 +80,13 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     else:
         raise ValueError(f"tokenizer.ggml.model = {model!r} is not supported (gpt2, llama)")
     return Tokenizer(vocabulary, config, _eos_ids(metadata, tokens), generation)
+
+
+def _with_usual_ids(metadata: dict[str, Any], types: Sequence[int] | None) -> dict[str, Any]:
+    """Where a SentencePiece vocabulary's begin and end are not named, they are 1 and 2."""
+    usual = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
+    control = {key: i for key, i in usual.items() if types and list(types[i : i + 1]) == [CONTROL]}
+    return control | metadata
 
 
 def _byte_level(metadata: dict[str, Any], tokens: list[str]) -> str:
@@ -136,13 +146,13 @@ def _sentencepiece(
 
 
 def _added(metadata: dict[str, Any], tokens: list[str]) -> list[Added]:
-    """Control tokens are special; user-defined ones are found in any text, as intended, but for
-    those that mark turns."""
+    """Control tokens are special, and so are those that mark turns, whatever the file calls them;
+    other user-defined ones are found in any text, as intended."""
     types = metadata.get("tokenizer.ggml.token_type") or []
     return [
         Added(i, token, special=kind != USER_DEFINED or token in TURN_MARKS)
         for i, (token, kind) in enumerate(zip(tokens, types))
-        if kind in (CONTROL, UNKNOWN, USER_DEFINED)
+        if kind in (CONTROL, UNKNOWN, USER_DEFINED) or token in TURN_MARKS
     ]
 
 
@@ -202,12 +212,11 @@ def _eos_ids(metadata: dict[str, Any], tokens: list[str]) -> tuple[int, ...]:
         if not 0 <= i < len(tokens):
             raise ValueError(f"tokenizer.ggml: EOS id {i} is outside of the {len(tokens)} tokens")
     if stated[1] is None:
-        types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
-        marks = {t: i for i, t in enumerate(tokens) if types[i] in (CONTROL, USER_DEFINED)}
-        ends = [name for name in TURN_ENDS if name in marks]
+        ids_of = {token: i for i, token in enumerate(tokens)}
+        ends = [name for name in TURN_ENDS if name in ids_of]
         if (
             "<|return|>" in ends and "<|call|>" in ends
         ):  # there <|end|> is the end of a message only
             ends = [name for name in ends if name != "<|end|>"]
-        ids += [marks[name] for name in ends]
+        ids += [ids_of[name] for name in ends]
     return tuple(dict.fromkeys(ids))

@@ -37,6 +37,7 @@ class CheckpointInfo:
         dtype: what it is served in unless told otherwise.
         eos_ids / tokenizer_size / chat_template: of the tokenizer.
         generation: defaults of requests, and what is stated but not honoured, in words.
+        missing: what it lacks for being served, "" when nothing.
     """
 
     description: str
@@ -48,6 +49,7 @@ class CheckpointInfo:
     eos_ids: tuple[int, ...]
     chat_template: bool
     generation: str
+    missing: str = ""
 
     @property
     def stored_bytes(self) -> int:
@@ -79,7 +81,8 @@ class CheckpointInfo:
 def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
     """The facts of any checkpoint `load_model` takes.
 
-    Raises CheckpointError when headers show that it could not be loaded.
+    Raises CheckpointError when headers show that it could not be loaded, but for a tokenizer that
+    is missing: the rest is of interest without.
     """
     path = resolve_model(path)
     stored: dict[str, int] = {}
@@ -95,7 +98,8 @@ def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
     for name in source.tensors.shapes:
         kind, size = source.tensors.storage(name)
         stored[kind] = stored.get(kind, 0) + size
-    return _info(source.description, source.config, stored, source.dtype, source.tokenizer)
+    info = _info(source.description, source.config, stored, source.dtype, source.tokenizer)
+    return dataclasses.replace(info, missing=source.no_tokenizer)
 
 
 def _info(
@@ -103,7 +107,7 @@ def _info(
     config: ModelConfig,
     stored: dict[str, int],
     dtype: str,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
 ) -> CheckpointInfo:
     specs = family_of(config.family).param_specs(config)
     return CheckpointInfo(
@@ -112,10 +116,10 @@ def _info(
         parameters=sum(math.prod(spec.shape) for _, spec in named_leaves(specs)),
         stored=stored,
         dtype=dtype,
-        tokenizer_size=tokenizer.vocab_size,
-        eos_ids=tokenizer.eos_ids,
-        chat_template=tokenizer.has_chat_template,
-        generation=_generation(tokenizer),
+        tokenizer_size=tokenizer.vocab_size if tokenizer else 0,
+        eos_ids=tokenizer.eos_ids if tokenizer else (),
+        chat_template=tokenizer is not None and tokenizer.has_chat_template,
+        generation=_generation(tokenizer) if tokenizer else "none",
     )
 
 
@@ -154,6 +158,8 @@ def describe(info: CheckpointInfo, device_gib: float | None = None) -> Table:
         ("chat template", "yes" if info.chat_template else "no"),
         ("sampling defaults", info.generation),
     ]
+    if info.missing:
+        rows.append(("missing", info.missing))
     for row in rows:
         table.add_row(*row)
     if device_gib is not None:

@@ -68,7 +68,8 @@ def resolve_model(name_or_path: str | Path) -> Path:
 def open_source(path: Path) -> Source:
     """A Hugging Face folder or a GGUF file, opened. Raises CheckpointError."""
     source = open_gguf(path) if path.is_file() else open_huggingface(path)
-    check_vocabulary(source.description, source.config, source.tokenizer)
+    if source.tokenizer is not None:
+        check_vocabulary(source.description, source.config, source.tokenizer)
     return source
 
 
@@ -93,7 +94,7 @@ def load_model(
     if orbax_io.is_orbax_folder(path):
         return _load_orbax(path, dtype, sharding_of, progress, text or TextOptions())
     source = open_source(path)
-    tokenizer, generation = _text_of(path, source.tokenizer, text or TextOptions())
+    tokenizer, generation = _text_of(path, source.require_tokenizer(), text or TextOptions())
     kind = check_dtype(dtype or source.dtype)
     params = load_params(
         source, kind, lambda array, spec: jax.device_put(array, sharding_of(spec)), progress

@@ -29,7 +29,7 @@ def convert(
     try:
         text = TextOptions.read(chat_template)
         with console.progress() as progress:
-            path = convert_checkpoint(src, dst, options.stored_dtype(dtype), progress, text)
+            path = convert_checkpoint(src, dst, options.stored_dtype(dtype), progress, text=text)
     except (ValueError, OSError, MemoryError) as error:
         console.fail(error)
     typer.echo(f"{path} is ready: jaxinfer serve {path}")
