@@ -33,6 +33,7 @@ from jaxinfer.tokenizer_files import (
     NAMED_TOKENS,
     SENTENCEPIECE_FILE,
     TOKENIZER_FILE,
+    TURN_MARKS,
     content,
     read_config,
     read_json,
@@ -97,10 +98,13 @@ class Tokenizer:
     def _install_guard(self) -> None:
         """Make the library drop guards, after its search for special tokens and before all else."""
         added = self.raw.get_added_tokens_decoder().values()
-        special = sorted((t.content for t in added if t.special), key=len, reverse=True)
-        late = [t for t in added if t.special and t.normalized]
+        # Some checkpoints do not call the marks of turns special; a text may not spell them either.
+        marks = [t for t in added if t.special or t.content in TURN_MARKS]
+        special = sorted((t.content for t in marks), key=len, reverse=True)
+        late = [_search_early(t) for t in marks if t.normalized]
         if late:  # these would be searched for after the guards are gone
-            self.raw.add_special_tokens([_search_early(t) for t in late])
+            self.raw.add_special_tokens([t for t in late if t.special])
+            self.raw.add_tokens([t for t in late if not t.special])
         self._guard = _random_characters()
         # A special token of one character has no inside to put a guard in.
         self._stand_ins = {t: _random_characters() for t in special if len(t) == 1}
@@ -305,14 +309,14 @@ def _random_characters() -> str:
 
 
 def _search_early(token: AddedToken) -> AddedToken:
-    """The same special token, looked for in the text as it was given."""
+    """The same token, looked for in the text as it was given."""
     return AddedToken(
         token.content,
         single_word=token.single_word,
         lstrip=token.lstrip,
         rstrip=token.rstrip,
         normalized=False,
-        special=True,
+        special=token.special,
     )
 
 
