@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as RawTokenizer
+
+from jaxinfer.literals import one_of
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of pieces
 UNIGRAM, BPE, WORD, CHAR = range(1, 5)  # model types
@@ -154,7 +156,7 @@ class SentencePieceModel:
             model.normalizer_spec.add_dummy_prefix = False
             self._encode_later = _encoder(model)
         self._tokens = {token.content: token for token in self.added}
-        self._find = _pattern(self.added)
+        self._find = re.compile(one_of(self._tokens)) if self._tokens else None
 
     @staticmethod
     def _check(model: Any, added: Sequence[Added]) -> None:
@@ -222,9 +224,3 @@ def _encoder(model: Any) -> Callable[[str], list[int]]:
         return SentencePieceProcessor(model_proto=model.SerializeToString()).encode
     except Exception as error:  # the library raises many kinds
         raise ValueError(f"sentencepiece refuses the model: {error}") from error
-
-
-def _pattern(added: Iterable[Added]) -> re.Pattern[str] | None:
-    """Finds added tokens: the first, and the longest of those that begin there."""
-    contents = sorted((token.content for token in added), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, contents))) if contents else None

@@ -26,6 +26,7 @@ from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as RawTokenizer
 
 from jaxinfer.chat_template import ChatTemplate, ChatTemplateError
+from jaxinfer.literals import one_of
 from jaxinfer.sentencepiece_model import SentencePieceModel
 from jaxinfer.tokenizer_files import (
     CONFIG_FILE,
@@ -100,7 +101,7 @@ class Tokenizer:
         added = self.raw.get_added_tokens_decoder().values()
         # Some checkpoints do not call the marks of turns special; a text may not spell them either.
         marks = [t for t in added if t.special or t.content in TURN_MARKS]
-        special = sorted((t.content for t in marks), key=len, reverse=True)
+        special = [t.content for t in marks]
         late = [_search_early(t) for t in marks if t.normalized]
         if late:  # these would be searched for after the guards are gone
             self.raw.add_special_tokens([t for t in late if t.special])
@@ -114,8 +115,7 @@ class Tokenizer:
             steps.append(self.raw.normalizer)
         self.raw.normalizer = normalizers.Sequence(steps)
         # Zero-width, so that overlapping spellings are all found.
-        alternatives = "|".join(re.escape(t) for t in special)
-        self._spelled = re.compile(f"(?=({alternatives}))") if special else None
+        self._spelled = re.compile(f"(?={one_of(special)})") if special else None
         self._starts = {t[:n] for t in special for n in range(1, len(t))}
         self._ends = {t[n:] for t in special for n in range(1, len(t))}
         self._longest = max(map(len, special), default=0)

@@ -160,7 +160,7 @@ def added_tokens(config: dict[str, Any], ids: dict[str, int]) -> list[Added]:
     special = {token for token in named if token}
     found = {}
     for i, entry in (config.get("added_tokens_decoder") or {}).items():
-        if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+        if not isinstance(entry, dict) or not isinstance(content(entry), str) or not content(entry):
             raise ValueError(
                 f"added_tokens_decoder: {i}: expected a token's content, not {entry!r}"
             )
