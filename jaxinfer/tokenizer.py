@@ -36,6 +36,7 @@ from jaxinfer.tokenizer_files import (
     TOKENIZER_FILE,
     TURN_MARKS,
     content,
+    put_around,
     read_config,
     read_json,
     read_vocabulary,
@@ -81,6 +82,8 @@ class Tokenizer:
             self.raw = RawTokenizer.from_str(self._definition)
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{TOKENIZER_FILE} cannot be read: {error}") from error
+        if self._pieces is None:
+            put_around(self.raw, config)
         self.config = config
         self.generation = generation or {}
         self.raw.no_padding()

@@ -17,7 +17,15 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from tokenizers import Tokenizer as RawTokenizer
 
 from jaxinfer.sentencepiece_model import USER_DEFINED, Added, SentencePieceModel, parse_model
@@ -253,6 +261,30 @@ def add_tokens(raw: RawTokenizer, added: Iterable[Added]) -> None:
     for token in in_order:
         if (got := raw.token_to_id(token.content)) != token.id:
             raise ValueError(f"the added token {token.content!r} has the id {token.id}, not {got}")
+
+
+def put_around(raw: RawTokenizer, config: dict[str, Any]) -> None:
+    """Put the begin and end tokens around a text that a config asks for.
+
+    Without a word on either, the tokenizer.json decides. With one it does no more, as in
+    transformers: DeepSeek's leaves its begin token to the config. Raises ValueError.
+    """
+    stated = {name: config.get(f"add_{name}_token") for name in ("bos", "eos")}
+    if all(value is None for value in stated.values()):
+        return
+    ids: dict[str, int] = {}
+    for name, wanted in stated.items():
+        token = content(config.get(f"{name}_token"))
+        if wanted and token is not None:
+            if (found := raw.token_to_id(token)) is None:
+                raise ValueError(f"add_{name}_token is set, and the vocabulary lacks {token!r}")
+            ids[name] = found
+    names = {name: raw.id_to_token(i) for name, i in ids.items()}
+    before, after = ([names[name]] if name in names else [] for name in ("bos", "eos"))
+    raw.post_processor = processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        special_tokens=list({names[name]: i for name, i in ids.items()}.items()),
+    )
 
 
 # -- JSON ----------------------------------------------------------------------------------------

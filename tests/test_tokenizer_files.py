@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_checkpoint import write_tokenizer
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import processors
 
 from jaxinfer.checkpoints.gguf_tokenizer import build_tokenizer
 from jaxinfer.sentencepiece_model import parse_model
@@ -257,9 +260,36 @@ def test_vocab_and_merges_that_are_not_known(tmp_path: Path) -> None:
         Tokenizer.from_folder(folder)
 
 
-def test_a_tokenizer_json_comes_first(tmp_path: Path) -> None:
-    from tiny_checkpoint import write_tokenizer
+@pytest.mark.parametrize(
+    ("config", "begins", "ends"),
+    [
+        ({}, True, False),  # as the tokenizer.json says
+        ({"add_bos_token": True}, True, False),
+        ({"add_bos_token": False}, False, False),
+        ({"add_eos_token": True}, False, True),  # which replaces all of it
+        ({"add_bos_token": True, "add_eos_token": True}, True, True),
+        ({"add_bos_token": True, "bos_token": None}, False, False),
+    ],
+)
+def test_a_config_decides_what_surrounds_a_text(
+    tmp_path: Path, config: dict[str, Any], begins: bool, ends: bool
+) -> None:
+    """Also where the tokenizer.json says otherwise, or nothing, as DeepSeek's."""
+    write_tokenizer(tmp_path)
+    raw = RawTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    if not config:
+        raw.post_processor = processors.TemplateProcessing(
+            single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+        )
+    raw.save(str(tmp_path / "tokenizer.json"))
+    names = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names | config))
+    ids = Tokenizer.from_folder(tmp_path).encode("the")
+    assert (ids[0] == 1, ids[-1] == 2) == (begins, ends)
+    assert len(ids) == 1 + begins + ends
 
+
+def test_a_tokenizer_json_comes_first(tmp_path: Path) -> None:
     folder = gpt2_folder(tmp_path)
     write_tokenizer(folder)
     assert Tokenizer.from_folder(folder).vocab_size == 96
