@@ -140,11 +140,12 @@ class LLM:
     stored; `preset` is "online", "batch" or "mixed", see `presets.py`. `chat_template` is a file
     with one in place of the checkpoint's; `generation_config` is "auto" (the checkpoint's own
     generation_config.json), "none" or a folder with another, and `override_generation_config` a
-    dict of fields that win over it. Further keywords are fields
-    of `EngineConfig` and win over the preset. They are named as the flags of the command line, but
-    for `kv_pool_bytes` (--kv-cache-memory), `kv_dtype` (--kv-cache-dtype), `kv_offload_bytes`
-    (--kv-offload-gib), `memory_utilization` (--gpu-memory-utilization), `overlap` (--no-overlap)
-    and `tenant_weights` (--tenant-weight).
+    dict of fields that win over it.
+
+    Further keywords are fields of `EngineConfig` and win over the preset. They are named as the
+    flags of the command line, but for `kv_pool_bytes` (--kv-cache-memory), `kv_dtype`
+    (--kv-cache-dtype), `kv_offload_bytes` (--kv-offload-gib), `memory_utilization`
+    (--gpu-memory-utilization), `overlap` (--no-overlap) and `tenant_weights` (--tenant-weight).
 
     Raises TypeError for a keyword that is none of these, and what `open_engine` raises.
     """

@@ -193,12 +193,11 @@ def added_tokens(config: dict[str, Any], ids: dict[str, int]) -> list[Added]:
 
 def _byte_level(folder: Path, config: dict[str, Any]) -> str:
     """vocab.json and merges.txt as a tokenizer.json."""
-    name = str(config.get("tokenizer_class") or "GPT2").removesuffix("Fast")
-    kind = name.removesuffix("Tokenizer")
+    kind = kind_of(config) or "GPT2"
     if kind not in _BYTE_LEVEL:
         raise ValueError(
-            f"tokenizer_class {name} is not built from {VOCAB_FILE} and {MERGES_FILE} (only"
-            f" {', '.join(_BYTE_LEVEL)} are); save the model's fast tokenizer as {TOKENIZER_FILE}"
+            f"tokenizer_class {config['tokenizer_class']} is not built from {VOCAB_FILE} and"
+            f" {MERGES_FILE} (only {', '.join(_BYTE_LEVEL)} are); save the model's fast tokenizer as {TOKENIZER_FILE}"
         )
     if config.get("add_prefix_space"):
         raise ValueError("add_prefix_space is not supported here; use the model's tokenizer.json")
@@ -211,6 +210,7 @@ def _byte_level(folder: Path, config: dict[str, Any]) -> str:
     merges = [merge_of(line, vocab) for line in lines if line.strip()]
     raw = byte_level_bpe(vocab, merges, [words], composed=composed)
     add_tokens(raw, added_tokens(config, vocab))
+    put_around(raw, config, bos=False)
     return raw.to_str()
 
 
@@ -263,19 +263,30 @@ def add_tokens(raw: RawTokenizer, added: Iterable[Added]) -> None:
             raise ValueError(f"the added token {token.content!r} has the id {token.id}, not {got}")
 
 
-def put_around(raw: RawTokenizer, config: dict[str, Any]) -> None:
-    """Put the begin and end tokens around a text that a config asks for.
+def config_decides(config: dict[str, Any]) -> bool:
+    """Whether the config, and not the tokenizer.json, says what surrounds a text.
 
-    Without a word on either, the tokenizer.json decides. With one it does no more, as in
-    transformers: DeepSeek's leaves its begin token to the config. Raises ValueError.
+    So it is for some of transformers' classes. DeepSeek's tokenizer.json counts on it.
     """
+    return kind_of(config) in ("Llama", "CodeLlama", "Gemma", "Cohere")
+
+
+def kind_of(config: dict[str, Any]) -> str:
+    """transformers' class of a tokenizer, without what all names end in."""
+    return str(config.get("tokenizer_class") or "").removesuffix("Fast").removesuffix("Tokenizer")
+
+
+def put_around(raw: RawTokenizer, config: dict[str, Any], bos: bool) -> None:
+    """Put the begin and end tokens around a text that a config asks for, and no others; nothing
+    changes without a word on either. `bos` is for when it speaks of the end alone. Raises
+    ValueError for one that the vocabulary lacks."""
     stated = {name: config.get(f"add_{name}_token") for name in ("bos", "eos")}
     if all(value is None for value in stated.values()):
         return
     ids: dict[str, int] = {}
     for name, wanted in stated.items():
         token = content(config.get(f"{name}_token"))
-        if wanted and token is not None:
+        if (bos and name == "bos" if wanted is None else wanted) and token is not None:
             if (found := raw.token_to_id(token)) is None:
                 raise ValueError(f"add_{name}_token is set, and the vocabulary lacks {token!r}")
             ids[name] = found

@@ -266,7 +266,8 @@ def test_vocab_and_merges_that_are_not_known(tmp_path: Path) -> None:
         ({}, True, False),  # as the tokenizer.json says
         ({"add_bos_token": True}, True, False),
         ({"add_bos_token": False}, False, False),
-        ({"add_eos_token": True}, False, True),  # which replaces all of it
+        ({"add_eos_token": True}, True, True),
+        ({"add_eos_token": True, "add_bos_token": False}, False, True),
         ({"add_bos_token": True, "add_eos_token": True}, True, True),
         ({"add_bos_token": True, "bos_token": None}, False, False),
     ],
@@ -283,10 +284,24 @@ def test_a_config_decides_what_surrounds_a_text(
         )
     raw.save(str(tmp_path / "tokenizer.json"))
     names = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}}
+    names["tokenizer_class"] = "LlamaTokenizerFast"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(names | config))
     ids = Tokenizer.from_folder(tmp_path).encode("the")
     assert (ids[0] == 1, ids[-1] == 2) == (begins, ends)
     assert len(ids) == 1 + begins + ends
+    if config:  # of other classes, the tokenizer.json alone decides
+        other = names | config | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(other))
+        assert len(Tokenizer.from_folder(tmp_path).encode("the")) == 1
+
+
+def test_a_config_decides_what_surrounds_a_text_of_vocab_and_merges(tmp_path: Path) -> None:
+    end = BYTES["tokens"].index("<|end|>")
+    config = {"bos_token": "<|end|>", "add_bos_token": True}
+    assert Tokenizer.from_folder(gpt2_folder(tmp_path, **config)).encode("A")[0] == end
+    gpt2_folder(tmp_path, **config | {"bos_token": "<none>"})
+    with pytest.raises(ValueError, match="add_bos_token is set, and the vocabulary lacks '<none>'"):
+        Tokenizer.from_folder(tmp_path)
 
 
 def test_a_tokenizer_json_comes_first(tmp_path: Path) -> None:
