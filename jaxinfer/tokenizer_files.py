@@ -197,7 +197,8 @@ def _byte_level(folder: Path, config: dict[str, Any]) -> str:
     if kind not in _BYTE_LEVEL:
         raise ValueError(
             f"tokenizer_class {config['tokenizer_class']} is not built from {VOCAB_FILE} and"
-            f" {MERGES_FILE} (only {', '.join(_BYTE_LEVEL)} are); save the model's fast tokenizer as {TOKENIZER_FILE}"
+            f" {MERGES_FILE} (only {', '.join(_BYTE_LEVEL)} are);"
+            f" save the model's fast tokenizer as {TOKENIZER_FILE}"
         )
     if config.get("add_prefix_space"):
         raise ValueError("add_prefix_space is not supported here; use the model's tokenizer.json")
