@@ -226,7 +226,11 @@ def test_sentencepiece_without_a_leading_space() -> None:
     [
         (byte_level("kimi-k2"), r"tokenizer\.ggml\.pre = 'kimi-k2' is not.*known: .*llama-bpe"),
         (byte_level("llama-bpe", model="t5"), r"tokenizer\.ggml\.model = 't5'"),
-        (byte_level("gpt-2", pre=None), r"tokenizer\.ggml\.pre = '\(absent\)'"),
+        (
+            byte_level("gpt-2", pre=None),
+            r"tokenizer\.ggml\.pre = '\(absent\)' does not say.*convert",
+        ),
+        (byte_level("default"), r"tokenizer\.ggml\.pre = 'default' does not say"),
         (byte_level("gpt-2", model="bert"), r"tokenizer\.ggml\.model = 'bert'"),
         (byte_level("gpt-2", tokens=[]), r"tokenizer\.ggml\.tokens is missing or empty"),
         (byte_level("gpt-2", merges=None), r"tokenizer\.ggml\.merges is missing"),

@@ -93,6 +93,11 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str]) -> str:
     """A tokenizer.json of a vocabulary with merges."""
     name = metadata.get("tokenizer.ggml.pre", "(absent)")
     if name not in PRE_TOKENIZERS:
+        if name in ("(absent)", "default"):
+            raise ValueError(
+                f"tokenizer.ggml.pre = {name!r} does not say how the vocabulary cuts a text, which"
+                " would give a worse model; convert the original again with a current converter"
+            )
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise ValueError(f"tokenizer.ggml.pre = {name!r} is not supported; known: {known}")
     pre = PRE_TOKENIZERS[name]
