@@ -36,13 +36,12 @@ from jaxinfer.request import (
     QueueFullError,
     Request,
     RequestError,
-    SamplingParams,
     Scheduling,
     SequenceEvent,
     Submit,
 )
 from jaxinfer.stream import Sample, Stream
-from jaxinfer.text import Delta, Finish, Prompt, TextProcessor, Timing
+from jaxinfer.text import Delta, Finish, Params, Prompt, TextProcessor, Timing
 
 logger = logging.getLogger(__name__)
 
@@ -129,11 +128,11 @@ class Frontend:
     async def submit(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: Params,
         timeout: float | None = None,
         scheduling: Scheduling | None = None,
     ) -> Stream:
-        """Start `params.n` samples of a prompt, which must end within `timeout` seconds.
+        """Start the samples of a prompt, `n` of `params`, which must end within `timeout` seconds.
 
         Raises RequestError, QueueFullError or EngineStoppedError; then nothing was started.
         """

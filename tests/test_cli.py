@@ -270,6 +270,18 @@ def test_convert_and_inspect(tiny, tmp_path):
     assert run("inspect", tmp_path / "nothing").exit_code == 1
 
 
+def test_inspect_says_what_is_missing(tmp_path):
+    folder = hf_folder(tmp_path / "m")
+    (folder / "tokenizer.json").unlink()
+    facts = json.loads(run("inspect", folder, "--json").stdout)
+    assert facts["parameters"] > 0 and facts["tokenizer_size"] == 0
+    assert facts["missing"].startswith(f"{folder}/tokenizer.json: missing")
+    assert "missing" in run("inspect", folder).stdout
+    for command in (("convert", folder, tmp_path / "x"), ("generate", folder, "-p", "x")):
+        result = run(*command)
+        assert result.exit_code == 1 and "tokenizer.json: missing" in result.stderr
+
+
 # -- chat ----------------------------------------------------------------------------------------
 
 
@@ -317,6 +329,7 @@ def test_chat_without_a_server_and_beyond_its_length():
     with server_thread(ScriptedEngine(says("x"))) as address:  # 64 tokens
         done = in_process("chat", "--server", address, input="w" * 100 + "\n")
     assert done.returncode == 1 and "at most 63" in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("jaxinfer: ")
 
 
 def test_an_interrupted_answer_is_kept_and_an_error_leaves_no_trace(capsys, monkeypatch):

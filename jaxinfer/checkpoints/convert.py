@@ -9,6 +9,7 @@ from jaxinfer.checkpoints import orbax_io
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.load import check_dtype, open_source, resolve_model
 from jaxinfer.checkpoints.source import Progress, load_params
+from jaxinfer.generation import TextOptions
 from jaxinfer.models import family_of
 from jaxinfer.params import named_leaves, param_bytes
 
@@ -19,11 +20,14 @@ def convert(
     dtype: str | None = None,
     progress: Progress | None = None,
     config_file: str | Path | None = None,
+    *,
+    text: TextOptions | None = None,
 ) -> Path:
     """Convert any checkpoint to our Orbax folder at `dst`, a new path, parameter by parameter.
 
     `dtype` None keeps the source's (quantised GGUF: float32); `config_file` is the config.json of
-    an Orbax checkpoint of another project that has none beside it. Raises CheckpointError.
+    an Orbax checkpoint of another project that has none beside it. A chat template in `text` takes
+    the place of the source's. Raises CheckpointError.
     """
     src, dst = resolve_model(src), Path(dst).expanduser()
     if orbax_io.is_orbax_folder(src):
@@ -31,11 +35,12 @@ def convert(
     if dst.exists():
         raise CheckpointError(f"{dst} exists already; remove it or choose another destination")
     source = open_source(src, config_file)
+    tokenizer = (text or TextOptions()).tokenizer(source.require_tokenizer())
     kind = check_dtype(dtype or source.dtype)
     specs = family_of(source.config.family).param_specs(source.config)
     _check_space(dst, param_bytes(specs, kind))
     names = (name for name, _ in named_leaves(specs))  # in the order they are loaded
-    args = (source.config, kind, source.tokenizer, source.description)
+    args = (source.config, kind, tokenizer, source.description)
     with orbax_io.writing(dst, *args) as write:
         load_params(source, kind, lambda array, spec: write(next(names), array), progress)
         if progress:

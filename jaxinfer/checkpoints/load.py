@@ -25,15 +25,9 @@ from jaxinfer.checkpoints.source import (
     non_finite,
 )
 from jaxinfer.config import DTYPES, ModelConfig
+from jaxinfer.generation import GenerationDefaults, TextOptions
 from jaxinfer.params import ParamSpec, Tree, named_leaves
 from jaxinfer.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """What the checkpoint says about generating: the ids that end an output."""
-
-    eos_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +84,8 @@ def open_source(path: Path, config_file: str | Path | None = None) -> Source:
         source = open_foreign(path, None if config_file is None else Path(config_file).expanduser())
     else:
         source = open_gguf(path) if path.is_file() else open_huggingface(path)
-    check_vocabulary(source.description, source.config, source.tokenizer)
+    if source.tokenizer is not None:
+        check_vocabulary(source.description, source.config, source.tokenizer)
     return source
 
 
@@ -100,9 +95,11 @@ def load_model(
     dtype: str | None = None,
     sharding_of: Callable[[ParamSpec], Any] | None = None,
     progress: Progress | None = None,
+    text: TextOptions | None = None,
 ) -> LoadedModel:
     """Load a checkpoint of any known kind (`resolve_model`), or raise CheckpointError.
 
+    `text` is what takes the place of the checkpoint's own chat template and generation defaults.
     `dtype` is what weights and activations are in (None: as stored; quantised GGUF: float32).
     `sharding_of` says where each parameter lies (None: all on the first device).
     """
@@ -111,13 +108,24 @@ def load_model(
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         sharding_of = lambda spec: sharding  # noqa: E731
     if orbax_io.is_orbax_folder(path):
-        return _load_orbax(path, dtype, sharding_of, progress)
+        return _load_orbax(path, dtype, sharding_of, progress, text or TextOptions())
     source = open_source(path)
+    tokenizer, generation = _text_of(path, source.require_tokenizer(), text or TextOptions())
     kind = check_dtype(dtype or source.dtype)
     params = load_params(
         source, kind, lambda array, spec: jax.device_put(array, sharding_of(spec)), progress
     )
-    return _loaded(source.config, params, source.tokenizer, kind, source.description)
+    return LoadedModel(source.config, params, tokenizer, generation, kind, source.description)
+
+
+def _text_of(
+    path: Path, tokenizer: Tokenizer, text: TextOptions
+) -> tuple[Tokenizer, GenerationDefaults]:
+    """What is said about chats and generating, checked before any parameter is read."""
+    try:
+        return text.tokenizer(tokenizer), text.defaults(tokenizer)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def open_model_folder(path: Path) -> tuple[orbax_io.Manifest, Tokenizer]:
@@ -136,8 +144,10 @@ def _load_orbax(
     dtype: str | None,
     sharding_of: Callable[[ParamSpec], Any],
     progress: Progress | None,
+    text: TextOptions,
 ) -> LoadedModel:
     manifest, tokenizer = open_model_folder(path)
+    tokenizer, generation = _text_of(path, tokenizer, text)
     kind = check_dtype(dtype or manifest.dtype)
     if progress:
         progress("restoring parameters", 0, 1)
@@ -148,7 +158,8 @@ def _load_orbax(
                 raise CheckpointError(f"{path}: {name}: has values too large for {kind}")
     if progress:
         progress("restoring parameters", 1, 1)
-    return _loaded(manifest.config, params, tokenizer, kind, f"Orbax checkpoint {path}")
+    description = f"Orbax checkpoint {path}"
+    return LoadedModel(manifest.config, params, tokenizer, generation, kind, description)
 
 
 def _all_finite(array: jax.Array) -> bool:
@@ -156,13 +167,6 @@ def _all_finite(array: jax.Array) -> bool:
     if all(device.platform == "cpu" for device in array.devices()):
         return all(non_finite(np.asarray(s.data)) == 0 for s in array.addressable_shards)
     return bool(jnp.isfinite(jnp.sum(array, dtype=jnp.float32)))  # sums keep NaN and Inf
-
-
-def _loaded(
-    config: ModelConfig, params: Tree, tokenizer: Tokenizer, dtype: str, description: str
-) -> LoadedModel:
-    defaults = GenerationDefaults(tokenizer.eos_ids)
-    return LoadedModel(config, params, tokenizer, defaults, dtype, description)
 
 
 def check_dtype(dtype: str) -> str:

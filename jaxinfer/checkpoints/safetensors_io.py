@@ -18,6 +18,7 @@ from jaxinfer.checkpoints.source import Source, Tensors
 from jaxinfer.models.hf_config import model_config
 from jaxinfer.models.hf_quantization import fp8_block
 from jaxinfer.tokenizer import Tokenizer, eos_token_ids
+from jaxinfer.tokenizer_files import MissingTokenizerError
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -68,7 +69,7 @@ def _header(path: Path) -> list[tuple[str, tuple[int, ...], str]]:
 
 
 def open_huggingface(folder: Path) -> Source:
-    """Config, tokenizer and headers of a Hugging Face folder.
+    """Config, tokenizer (None if it has none) and headers of a Hugging Face folder.
 
     Raises CheckpointError naming the file and what is wrong in it.
     """
@@ -82,12 +83,15 @@ def open_huggingface(folder: Path) -> Source:
     block = fp8_block(hf)
     tensors: Tensors = files if block is None else Fp8Tensors(files, block, description)
     tensors = complete_names(tensors, config)
+    tokenizer, missing = None, ""
     try:
         tokenizer = Tokenizer.from_folder(folder, eos_token_ids(hf))
+    except MissingTokenizerError as error:
+        missing = str(error)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
-    return Source(description, config, dtype, tensors, tokenizer)
+    return Source(description, config, dtype, tensors, tokenizer, missing)
 
 
 def _files(folder: Path) -> list[Path]:

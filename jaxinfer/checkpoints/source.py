@@ -54,13 +54,23 @@ class Tensors(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An opened checkpoint: nothing but headers, config and tokenizer have been read."""
+    """An opened checkpoint: nothing but headers, config and tokenizer have been read.
+
+    Where it has no tokenizer, `no_tokenizer` says what was looked for.
+    """
 
     description: str
     config: ModelConfig
     dtype: str  # the dtype it would naturally be served in
     tensors: Tensors
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    no_tokenizer: str = ""
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises CheckpointError when there is none."""
+        if self.tokenizer is None:
+            raise CheckpointError(self.no_tokenizer)
+        return self.tokenizer
 
 
 def check_vocabulary(description: str, config: ModelConfig, tokenizer: Tokenizer) -> None:

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from jaxinfer.expert_load import imbalance
 from jaxinfer.load import Load, Percentiles, StepRecord
 from jaxinfer.request import Counters, EngineStoppedError, QueueFullError
+from jaxinfer.text import TextProcessor
 from jaxinfer.validation import Violations
 from jaxinfer_service import status, version
 from jaxinfer_service.handlers import Context, streaming, unary
@@ -78,6 +79,7 @@ class ControlService:
             max_queued_requests=limits.max_queued_requests,
             max_queued_tokens=limits.max_queued_tokens,
             uptime=model.frontend.uptime,
+            generation=_generation(model.opened.text),
         )
 
     async def load(self, request: pb.LoadRequest, context: Context) -> Message:
@@ -142,6 +144,16 @@ class ControlService:
                 for layer, tokens in zip(load.layers, load.tokens, strict=True)
             ],
         )
+
+
+def _generation(text: TextProcessor) -> pb.GenerationDefaults:
+    sampling = text.sampling
+    return pb.GenerationDefaults(
+        eos_token_ids=text.eos_ids,
+        max_length=sampling.max_length,
+        not_honoured=sampling.not_honoured,
+        **sampling.fields,
+    )
 
 
 def _last_before(model: ServedModel, interval: float) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxinfer_service.cli import console, options
+from jaxinfer_service.cli import console, options, text_options
 from jaxinfer_service.cli.remote import LOCAL
 
 ConfigFile = Annotated[
@@ -34,16 +34,20 @@ def convert(
     dst: Annotated[str, typer.Argument(metavar="DST", help="The Orbax folder to write.")],
     config: ConfigFile = None,
     dtype: options.Dtype = None,
+    chat_template: text_options.ChatTemplate = None,
     log_level: options.LogLevel = "warning",
     log_format: options.LogFormat = "text",
 ) -> None:
-    """Convert a checkpoint to Orbax, config and tokenizer included."""
+    """Convert a checkpoint to Orbax, config, tokenizer and generation defaults included."""
     console.set_up_logging(log_level, log_format)
     from jaxinfer.checkpoints import convert as convert_checkpoint
+    from jaxinfer.generation import TextOptions
 
     try:
+        text = TextOptions.read(chat_template)
         with console.progress() as progress:
-            path = convert_checkpoint(src, dst, options.stored_dtype(dtype), progress, config)
+            kind = options.stored_dtype(dtype)
+            path = convert_checkpoint(src, dst, kind, progress, config, text=text)
     except (ValueError, OSError, MemoryError) as error:
         console.fail(error)
     typer.echo(f"{path} is ready: jaxinfer serve {path}")
