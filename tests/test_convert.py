@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 from demo_model import demo_path
 from safetensors.numpy import load_file, save_file
-from tiny_checkpoint import hf_folder, write_gguf
+from tiny_checkpoint import ORACLE, hf_folder, write_gguf, write_tokenizer
 
 from jaxinfer import demo
 from jaxinfer.checkpoints import CheckpointError, convert, load_model, orbax_io, resolve_model
@@ -121,39 +123,57 @@ def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path: Path) -> None:
     assert load_model(tmp_path / "orbax").dtype == "bfloat16"
 
 
-def test_peak_memory_of_a_conversion(tmp_path: Path) -> None:
-    """Parameter by parameter: far less than all of them, in a process of its own."""
+def peak_of_conversion(tiny: Path, large: Path, folder: Path) -> tuple[int, int, int]:
+    """Peak memory of a conversion, in a process of its own; all and the largest of what it wrote."""
     script = """
         import json, sys, psutil
         from pathlib import Path
-        import orbax.checkpoint
         from jaxinfer.checkpoints import convert, orbax_io
-        path, folder = Path(sys.argv[1]), Path(sys.argv[2])
-        convert(path, folder / "tiny")  # what is imported and allocated once
-        hf = json.loads((path / "config.json").read_text())
+        tiny, large, folder = map(Path, sys.argv[1:])
+        convert(tiny, folder / "first")  # what is imported and allocated once
         before = psutil.Process().memory_info().rss
-        convert(folder / "large", folder / "converted")
+        convert(large, folder / "converted")
         status = Path("/proc/self/status").read_text()
         peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
         sizes = [size for size, _ in orbax_io.read_manifest(folder / "converted").files.values()]
         print(json.dumps([peak - before, sum(sizes), max(sizes)]))
     """
-    source = hf_folder(tmp_path / "hf")
-    large = hf_folder(tmp_path / "large")
+    peak, total, largest = json.loads(run(script, str(tiny), str(large), str(folder)))
+    return peak, total, largest
+
+
+def enlarged(tiny: Path, large: Path, inner: int, layers: int, projections: str) -> Path:
+    """The same model with that many layers, and wider MLPs of the projections named so."""
+    shutil.copytree(tiny, large)
     config = json.loads((large / "config.json").read_text())
-    layers, inner = 24, 65536
-    (large / "config.json").write_text(
-        json.dumps(config | {"num_hidden_layers": layers, "intermediate_size": inner})
-    )
-    held = {n: t for n, t in load_file(large / "model.safetensors").items() if ".layers." not in n}
-    one = {n: t for n, t in load_file(large / "model.safetensors").items() if ".layers.0." in n}
-    for projection, shape in {"gate": (inner, 32), "up": (inner, 32), "down": (32, inner)}.items():
-        one[f"model.layers.0.mlp.{projection}_proj.weight"] = np.ones(shape, np.float32)
-    for i in range(layers):
-        held |= {name.replace(".0.", f".{i}."): tensor for name, tensor in one.items()}
-    save_file(held, large / "model.safetensors")
-    peak, total, largest = json.loads(run(script, str(source), str(tmp_path)))
+    config |= {"num_hidden_layers": layers, "intermediate_size": inner}
+    (large / "config.json").write_text(json.dumps(config))
+    held = load_file(large / "model.safetensors")
+    kept = {name: tensor for name, tensor in held.items() if ".layers." not in name}
+    for name in [name for name in held if ".layers.0." in name]:
+        shape = held[name].shape
+        if re.search(projections, name):
+            held[name] = np.ones((inner, 32) if shape[1] == 32 else (32, inner), np.float32)
+        kept |= {name.replace(".0.", f".{i}.", 1): held[name] for i in range(layers)}
+    save_file(kept, large / "model.safetensors")
+    return large
+
+
+def test_peak_memory_of_a_conversion(tmp_path: Path) -> None:
+    """Parameter by parameter: far less than all of them."""
+    tiny = hf_folder(tmp_path / "hf")
+    large = enlarged(tiny, tmp_path / "large", 65536, 24, "gate_proj|up_proj|down_proj")
+    peak, total, largest = peak_of_conversion(tiny, large, tmp_path)
     assert total > 250 << 20 and peak < 4 * largest + (32 << 20), (peak >> 20, total >> 20)
+
+
+def test_peak_memory_of_converting_experts(tmp_path: Path) -> None:
+    """Expert by expert: a layer's are in memory once."""
+    tiny = shutil.copytree(ORACLE.parent / "mixtral", tmp_path / "hf")
+    write_tokenizer(tiny)
+    large = enlarged(tiny, tmp_path / "large", 1 << 17, 2, "w[123].weight")
+    peak, _, largest = peak_of_conversion(tiny, large, tmp_path)
+    assert largest > 60 << 20 and peak < 2 * largest, (peak >> 20, largest >> 20)
 
 
 def test_nan_is_never_written(tmp_path: Path) -> None:

@@ -167,10 +167,28 @@ def load_params(source: Source, dtype: str, place: Place, progress: Progress | N
 
 
 def _assemble(source: Source, path: str, hf: HfSource, spec: ParamSpec, dtype: str) -> np.ndarray:
-    """One parameter, checked to be finite. Wide parts are narrowed one by one."""
-    kind = spec.resolve_dtype(dtype)
+    """One parameter, checked to be finite; of one that is made in groups, group by group."""
+    kind, names = spec.resolve_dtype(dtype), list(hf.tensors)
+    if not hf.each:
+        return _combined(source, path, hf, names, spec.shape, kind)
+    whole = np.empty(spec.shape, kind)
+    for i, entry in enumerate(whole):
+        group = names[i * hf.each : (i + 1) * hf.each]
+        entry[...] = _combined(source, path, hf, group, entry.shape, kind)
+    return whole
+
+
+def _combined(
+    source: Source,
+    path: str,
+    hf: HfSource,
+    names: list[str],
+    shape: tuple[int, ...],
+    kind: np.dtype,
+) -> np.ndarray:
+    """What tensors make together. Wide ones are narrowed one by one."""
     parts = []
-    for name in hf.tensors:
+    for name in names:
         part = source.tensors.read(name)
         if (part.dtype == np.uint8) != hf.encoded:
             wanted = "uint8" if hf.encoded else "floating point"
@@ -189,10 +207,11 @@ def _assemble(source: Source, path: str, hf: HfSource, spec: ParamSpec, dtype: s
     fused = hf.combine(*parts) if hf.combine else parts[0]
     if hf.encoded:
         if bad := non_finite(fused):
-            names = ", ".join(hf.tensors)
-            raise CheckpointError(f"{source.description}: {names}: {bad} values are NaN or Inf")
+            raise CheckpointError(
+                f"{source.description}: {', '.join(names)}: {bad} values are NaN or Inf"
+            )
         fused = _narrowed(fused, kind, f"{source.description}: {path}")
-    return fused.reshape(spec.shape).astype(kind, copy=False, order="C")
+    return fused.reshape(shape).astype(kind, copy=False, order="C")
 
 
 def _narrowed(part: np.ndarray, kind: np.dtype, where: str) -> np.ndarray:

@@ -24,7 +24,9 @@ class HfSource:
     """The Hugging Face tensors (name: shape) one parameter is made of, in order for `combine`.
 
     Without `combine` the single tensor is taken as it is. Either result is reshaped to the
-    parameter's shape, which must have as many elements.
+    parameter's shape, which must have as many elements. With `each`, that many tensors make one
+    entry of the parameter's first axis, and the next ones the next: they need not be in memory
+    together.
 
     Checkpoints may hold the same in `others`, forms with tensors of other names. `encoded`: the
     tensors are bytes that `combine` makes numbers of.
@@ -32,6 +34,7 @@ class HfSource:
 
     tensors: dict[str, tuple[int, ...]]
     combine: Callable[..., Any] | None = None
+    each: int = 0
     others: tuple[HfSource, ...] = ()
     encoded: bool = False
 

@@ -83,22 +83,15 @@ def moe_sources(c: ModelConfig, m: MoeConfig, hf: str, names: Names) -> dict[str
     inner = (m.intermediate_size, width)
     count = range(m.num_experts)
 
-    def stack_gate_up(*parts: Any) -> Any:
-        xp = parts[0].__array_namespace__()
-        gates, ups = parts[: m.num_experts], parts[m.num_experts :]
-        return xp.stack([fuse_gate_up(g, u) for g, u in zip(gates, ups)])
-
-    def stack(*parts: Any) -> Any:
-        return parts[0].__array_namespace__().stack(parts)
-
     sources = {
         "router": HfSource({f"{hf}{prefix}.gate.weight": (m.num_experts, width)}),
         "experts_gate_up": HfSource(
-            {f"{experts}{i}.{name}.weight": inner for name in (gate, up) for i in count},
-            stack_gate_up,
+            {f"{experts}{i}.{name}.weight": inner for i in count for name in (gate, up)},
+            fuse_gate_up,
+            each=2,
         ),
         "experts_down": HfSource(
-            {f"{experts}{i}.{down}.weight": inner[::-1] for i in count}, stack
+            {f"{experts}{i}.{down}.weight": inner[::-1] for i in count}, each=1
         ),
     }
     if m.scoring == "sigmoid":
