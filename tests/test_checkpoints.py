@@ -113,7 +113,7 @@ HF_DEFECTS: dict[str, tuple[Defect, list[str]]] = {
     ),
     "fewer layers than tensors": (config(num_hidden_layers=1), ["layers.1", "not a tensor"]),
     "other hidden size": (config(hidden_size=48), [NORM, "expected shape [48], found [32]"]),
-    "absurd layers": (config(num_hidden_layers=10**9), ["num_layers = 1000000000", "4096"]),
+    "absurd layers": (config(num_hidden_layers=10**9), ["_layers = 1000000000", "4096"]),
     "zero heads": (config(num_attention_heads=0), ["config.json", "num_heads = 0"]),
     "heads that do not divide": (config(num_key_value_heads=3), ["num_kv_heads = 3", "= 4"]),
     "text for a number": (config(hidden_size="32"), ["config.json", "hidden_size = '32'"]),
