@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -40,17 +41,11 @@ class ChatTemplate:
         Raises ChatTemplateError when the template does not parse.
         """
         self.source = source
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
         self._variables = variables
         try:
-            self._template = environment.from_string(source)
+            self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
-            raise ChatTemplateError(f"chat template does not parse: {error}") from error
+            raise ChatTemplateError(f"chat template does not parse: {_said(error)}") from error
 
     def render(self, **values: Any) -> str:
         """The text of a conversation. Raises ChatTemplateError with the template's objection."""
@@ -60,6 +55,39 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template may fail in any way Python expressions can
             raise ChatTemplateError(f"chat template failed: {error}") from error
+
+
+def read_chat_template(path: str | Path) -> str:
+    """The chat template in a file, known to parse. Raises ChatTemplateError naming the file."""
+    path = Path(path).expanduser()
+    try:
+        source = path.read_text("utf-8")
+        _environment().from_string(source)
+    except UnicodeDecodeError as error:
+        raise ChatTemplateError(f"chat template {path}: is not UTF-8: {error.reason}") from error
+    except OSError as error:
+        raise ChatTemplateError(f"chat template {path} cannot be read: {error.strerror}") from error
+    except jinja2.TemplateError as error:
+        raise ChatTemplateError(f"chat template {path}: {_said(error)}") from error
+    if not source.strip():
+        raise ChatTemplateError(f"chat template {path}: is empty")
+    return source
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _said(error: jinja2.TemplateError) -> str:
+    """Jinja's message, with the line it is about."""
+    line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
+    return f"{line}{error.message or error}"
 
 
 def _raise_exception(message: str) -> None:

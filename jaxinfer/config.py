@@ -81,6 +81,9 @@ class MoeConfig:
         groups / top_groups: only experts of the best groups are chosen; a group is as good as its
             best expert, with "sigmoid" as its best two.
         weight_scale: what the weights of a token's experts are multiplied by.
+        bias: whether the router and the experts' projections have biases.
+        swiglu_limit / swiglu_alpha: of `layers.clamped_swiglu`, which replaces the model's
+            activation; without a limit (None) it does not.
     """
 
     num_experts: int
@@ -93,6 +96,9 @@ class MoeConfig:
     groups: int = 1
     top_groups: int = 1
     weight_scale: float = 1.0
+    bias: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +156,7 @@ class ModelConfig:
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_soft_cap: float | None = None
+    attention_sinks: bool = False  # a logit a head that takes its share of the attention
     logit_soft_cap: float | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0

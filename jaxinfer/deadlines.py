@@ -1,11 +1,16 @@
-"""Which requests are past their deadline. Host only; time is an input."""
+"""Which requests are past their deadline, or will be. Host only; time is an input."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
+from collections.abc import Sequence as Row
 
+from jaxinfer.pace import Pace
+from jaxinfer.request import LateError
 from jaxinfer.sequence import Sequence
+from jaxinfer.sizes import seconds_text
+from jaxinfer.waiting_queue import WaitingQueue
 
 
 class Deadlines:
@@ -36,3 +41,31 @@ class Deadlines:
         """Entries of ended requests stay until their deadline; far ones must not pile up."""
         known = ((id_, sequence.request.deadline) for id_, sequence in self._by_id.items())
         self._heap = sorted((late, id_) for id_, late in known if late is not None)
+
+
+def check_in_time(
+    sequence: Sequence,
+    waiting: WaitingQueue,
+    running: Row[Sequence],
+    free_slots: int,
+    pace: Pace,
+) -> None:
+    """Raise LateError if a sequence that comes now cannot expect its first token in time.
+
+    `running` are in order of urgency. How long outputs may get plays no part.
+    """
+    request = sequence.request
+    assert request.deadline is not None
+    before, ahead = waiting.ahead_of(sequence)
+    ahead += sequence.to_compute
+    ahead += sum(s.prefill_target - s.num_computed_tokens for s in running if s.prefilling)
+    ends = before + 1 - free_slots
+    if running and running[-1].level > sequence.level:
+        ends = 0  # it takes the slot of somebody less urgent
+    expected = pace.first_token_in(ahead, max(0.0, ends))
+    if request.arrival + expected > request.deadline:
+        raise LateError(
+            f"the first token is expected in {seconds_text(expected)}, past the deadline in "
+            f"{seconds_text(request.deadline - request.arrival)}; give more time or retry when "
+            "load is lower"
+        )

@@ -29,6 +29,7 @@ from typing import Any
 
 from jaxinfer import sampler_outcomes as outcomes
 from jaxinfer.compile_watch import CompileWatch
+from jaxinfer.expert_load import ExpertLoad
 from jaxinfer.load import KEPT_LATENCIES, Load, Percentiles, StepRecord
 from jaxinfer.memory_plan import MemoryPlan
 from jaxinfer.request import (
@@ -71,8 +72,10 @@ class Engine:
         memory: MemoryPlan | None = None,
         compiles: CompileWatch | None = None,
         clock: Callable[[], float] | None = None,
+        experts: ExpertLoad | None = None,
     ):
         self._clock = clock
+        self.experts = experts  # tokens that went to each; None for a model without
         self.memory, self.compiles = memory, compiles  # None where nothing real runs
         self.scheduler = scheduler
         self.runner = runner
@@ -115,9 +118,12 @@ class Engine:
         self.counters.received += 1
 
     def end_all(self, now: float) -> None:
-        """End every request: no more steps are taken."""
+        """End every request, of which nobody is told: no more steps are taken."""
         for sequence in list(self.scheduler.by_id.values()):
             self._end(sequence, FinishReason.CANCELLED, now)
+        self.scheduler.stop()
+        self._in_flight.clear()
+        self._pending.clear()
         self._load = self._look()
 
     def step(self, now: float) -> list[SequenceEvent]:
@@ -151,6 +157,8 @@ class Engine:
     def _read(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceEvent]:
         """Append the tokens of a step to their sequences. One turn a row: keep it lean."""
         events, tokens, row_outcomes = [], result.tokens, result.outcomes
+        if self.experts is not None and result.expert_load is not None:
+            self.experts = self.experts.plus(result.expert_load)
         for row, sequence in plan.sampled():
             sequence.num_in_flight -= 1
             outcome = row_outcomes[row]

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jaxinfer.engine import Engine
 from jaxinfer.request import (
@@ -24,6 +24,15 @@ IDLE_WAIT_S = 0.5  # how often an idle engine looks around
 RETRY_AFTER_S = (1.0, 30.0)  # bounds of the advice to a refused client
 
 Status = Literal["running", "stopped", "failed"]
+
+
+class _Waiting(NamedTuple):
+    """A request that was sent and has not been scheduled yet: its prompt tokens, since when it
+    waits, and whether it is of the batch class."""
+
+    tokens: int
+    since: float
+    batch: bool
 
 
 class EngineThread:
@@ -47,8 +56,8 @@ class EngineThread:
         self._on_events, self._on_stop, self._clock = on_events, on_stop, clock
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._waiting: dict[str, tuple[int, float]] = {}  # id: (prompt tokens, since)
-        self._waiting_tokens = 0
+        self._waiting: dict[str, _Waiting] = {}  # by id
+        self._waiting_tokens = self._waiting_batch = 0  # prompt tokens; requests of the batch class
         self._thread = threading.Thread(target=self._run, name="jaxinfer-engine", daemon=True)
 
     def start(self) -> None:
@@ -77,7 +86,8 @@ class EngineThread:
         """Queue a command.
 
         Raises EngineStoppedError when the engine is not running, QueueFullError when the waiting
-        queue is full by requests or tokens, ValueError for a request id in use.
+        queue is full by requests or tokens, or by the batch class for one of it, ValueError for a
+        request id in use.
         """
         with self._lock:
             if self.status != "running":
@@ -103,12 +113,20 @@ class EngineThread:
                 f"limit of {limits.max_queued_tokens}; retry later",
                 self._retry_after(),
             )
-        self._waiting[command.request.id] = (tokens, self._clock())
+        batch = command.request.scheduling.priority >= limits.batch_priority
+        if batch and self._waiting_batch >= limits.max_queued_batch:
+            raise QueueFullError(
+                f"{self._waiting_batch} requests of the batch class are waiting, its part of the "
+                f"limit of {limits.max_queued_requests} is {limits.max_queued_batch}; retry later",
+                self._retry_after(),
+            )
+        self._waiting[request_id] = _Waiting(tokens, self._clock(), batch)
         self._waiting_tokens += tokens
+        self._waiting_batch += batch
 
     def _retry_after(self) -> float:
         """Seconds the oldest waiting request has waited: about the time a place takes to free."""
-        oldest = next(iter(self._waiting.values()))[1] if self._waiting else self._clock()
+        oldest = next(iter(self._waiting.values())).since if self._waiting else self._clock()
         low, high = RETRY_AFTER_S
         return min(max(self._clock() - oldest, low), high)
 
@@ -118,7 +136,8 @@ class EngineThread:
             for event in events:
                 entry = self._waiting.pop(event.request_id, None)
                 if entry is not None:
-                    self._waiting_tokens -= entry[0]
+                    self._waiting_tokens -= entry.tokens
+                    self._waiting_batch -= entry.batch
 
     def _run(self) -> None:
         failure = ""
@@ -130,13 +149,13 @@ class EngineThread:
                 if events:
                     self._leave(events)
                     self._on_events(events)
-            self._end_all()
         except Exception as error:
             logger.exception("the engine failed")
             failure = f"the engine failed: {type(error).__name__}: {error}"
             with self._lock:
                 self.status, self.failure = "failed", failure
         finally:
+            self._end_all()
             self._on_stop(failure)
 
     def _take_commands(self) -> None:
@@ -157,6 +176,9 @@ class EngineThread:
             if command is not None:
                 self._execute(command)
         self.engine.end_all(self._clock())
+        with self._lock:
+            self._waiting.clear()
+            self._waiting_tokens = self._waiting_batch = 0
 
     def _execute(self, command: Command) -> None:
         self.last_progress = self._clock()

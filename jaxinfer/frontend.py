@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from jaxinfer.expert_load import ExpertLoad
 from jaxinfer.load import Load, StepRecord
 from jaxinfer.request import (
     Abort,
@@ -35,13 +36,12 @@ from jaxinfer.request import (
     QueueFullError,
     Request,
     RequestError,
-    SamplingParams,
     Scheduling,
     SequenceEvent,
     Submit,
 )
 from jaxinfer.stream import Sample, Stream
-from jaxinfer.text import Delta, Finish, Prompt, TextProcessor, Timing
+from jaxinfer.text import Delta, Finish, Params, Prompt, TextProcessor, Timing
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,9 @@ class EngineView(Protocol):
     def load(self) -> Load: ...
 
     def page_states(self) -> list[bytes]: ...  # by KV group, a byte a page: free, used, cached
+
+    @property
+    def experts(self) -> ExpertLoad | None: ...  # None for a model without
 
 
 class EngineLink(Protocol):
@@ -125,11 +128,11 @@ class Frontend:
     async def submit(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: Params,
         timeout: float | None = None,
         scheduling: Scheduling | None = None,
     ) -> Stream:
-        """Start `params.n` samples of a prompt, which must end within `timeout` seconds.
+        """Start the samples of a prompt, `n` of `params`, which must end within `timeout` seconds.
 
         Raises RequestError, QueueFullError or EngineStoppedError; then nothing was started.
         """

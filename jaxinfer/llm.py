@@ -12,14 +12,17 @@ The engine's steps run in the caller's thread, so an `LLM` is for one thread.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.generation import GenerationDefaults, SamplingDefaults, TextOptions
+from jaxinfer.llm_arguments import check_options, one_each, several_prompts
 from jaxinfer.presets import preset_values
 from jaxinfer.request import (
     Abort,
@@ -34,7 +37,7 @@ from jaxinfer.request import (
     TokenLogprobs,
     Violation,
 )
-from jaxinfer.text import Chat, Delta, OutputBuilder, Prompt, TextProcessor, Timing
+from jaxinfer.text import Chat, Delta, OutputBuilder, Params, Prompt, TextProcessor, Timing
 from jaxinfer.validation import EngineLimits
 
 if TYPE_CHECKING:
@@ -59,6 +62,10 @@ if TYPE_CHECKING:
         def has_work(self) -> bool: ...
         def execute(self, command: Command, now: float) -> None: ...
         def step(self, now: float) -> list[SequenceEvent]: ...
+
+
+logger = logging.getLogger(__name__)
+_UNSET: Params = {}  # the model's generation defaults decide everything
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +102,16 @@ class Completion:
 
 
 def open_engine(
-    model: str, config: EngineConfig, dtype: str | None = None, progress: Progress | None = None
+    model: str,
+    config: EngineConfig,
+    dtype: str | None = None,
+    progress: Progress | None = None,
+    text: TextOptions | None = None,
 ) -> tuple[LoadedModel, Engine]:
     """Load the checkpoint at path `model`, or `demo`, and compile its engine.
 
-    `dtype` None is as stored; it takes the place of `config.dtype`. Raises CheckpointError for the
+    `dtype` None is as stored; it takes the place of `config.dtype`. `text` takes the place of the
+    checkpoint's own chat template and generation defaults. Raises CheckpointError for the
     checkpoint, ValueError for a configuration that does not fit it.
     """
     from jaxinfer.checkpoints import load_model
@@ -108,19 +120,32 @@ def open_engine(
 
     path = demo_checkpoint(progress) if model == DEMO else model
     placement = param_placement(config)
-    loaded = load_model(path, dtype=dtype, sharding_of=placement, progress=progress)
+    loaded = load_model(path, dtype=dtype, sharding_of=placement, progress=progress, text=text)
+    _log_defaults(loaded.generation)
     return loaded, build_engine(loaded, dataclasses.replace(config, dtype=loaded.dtype), progress)
+
+
+def _log_defaults(generation: GenerationDefaults) -> None:
+    sampling = generation.sampling
+    eos = ", ".join(map(str, generation.eos_ids)) or "none"
+    logger.info("generation defaults: %s; EOS ids: %s", sampling.describe(), eos)
+    if sampling.not_honoured:
+        logger.warning("generation defaults not honoured: %s", ", ".join(sampling.not_honoured))
 
 
 class LLM:
     """One model, loaded and compiled.
 
     `model` is an Orbax folder, a Hugging Face folder, a .gguf file or "demo"; `dtype` None is as
-    stored; `preset` is "online", "batch" or "mixed", see `presets.py`; further keywords are fields
-    of `EngineConfig` and win over the preset. They are named as the flags of the command line, but
-    for `kv_pool_bytes` (--kv-cache-memory), `kv_dtype` (--kv-cache-dtype), `kv_offload_bytes`
-    (--kv-offload-gib), `memory_utilization` (--gpu-memory-utilization), `overlap` (--no-overlap)
-    and `tenant_weights` (--tenant-weight).
+    stored; `preset` is "online", "batch" or "mixed", see `presets.py`. `chat_template` is a file
+    with one in place of the checkpoint's; `generation_config` is "auto" (the checkpoint's own
+    generation_config.json), "none" or a folder with another, and `override_generation_config` a
+    dict of fields that win over it.
+
+    Further keywords are fields of `EngineConfig` and win over the preset. They are named as the
+    flags of the command line, but for `kv_pool_bytes` (--kv-cache-memory), `kv_dtype`
+    (--kv-cache-dtype), `kv_offload_bytes` (--kv-offload-gib), `memory_utilization`
+    (--gpu-memory-utilization), `overlap` (--no-overlap) and `tenant_weights` (--tenant-weight).
 
     Raises TypeError for a keyword that is none of these, and what `open_engine` raises.
     """
@@ -132,45 +157,63 @@ class LLM:
         dtype: str | None = None,
         preset: str | None = None,
         progress: Progress | None = None,
+        chat_template: str | Path | None = None,
+        generation_config: str | Path = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
         **config: Any,
     ):
-        _check_options(config)
+        check_options(config)
+        text = TextOptions.read(chat_template, generation_config, override_generation_config)
         if preset is not None:
             config = {**preset_values(preset), **config}
-        loaded, engine = open_engine(str(model), EngineConfig(**config), dtype, progress)
-        self._attach(engine, loaded.tokenizer, loaded.generation.eos_ids)
+        loaded, engine = open_engine(str(model), EngineConfig(**config), dtype, progress, text)
+        generation = loaded.generation
+        self._attach(engine, loaded.tokenizer, generation.eos_ids, generation.sampling)
 
     @classmethod
-    def over(cls, engine: Steppable, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> LLM:
+    def over(
+        cls,
+        engine: Steppable,
+        tokenizer: Tokenizer,
+        eos_ids: Sequence[int],
+        sampling: SamplingDefaults | None = None,
+    ) -> LLM:
         """An LLM over an engine that is ready."""
         llm = cls.__new__(cls)
-        llm._attach(engine, tokenizer, eos_ids)
+        llm._attach(engine, tokenizer, eos_ids, sampling)
         return llm
 
-    def _attach(self, engine: Steppable, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> None:
+    def _attach(
+        self,
+        engine: Steppable,
+        tokenizer: Tokenizer,
+        eos_ids: Sequence[int],
+        sampling: SamplingDefaults | None,
+    ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self._text = TextProcessor(tokenizer, eos_ids, engine.limits)
+        self._text = TextProcessor(tokenizer, eos_ids, engine.limits, sampling)
         self._jobs: dict[str, _Job] = {}
         self._ids = itertools.count(1)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         scheduling: Scheduling | Sequence[Scheduling] | None = None,
     ) -> list[Completion]:
         """One completion for each prompt, in their order; the further samples are in its `more`.
 
         A prompt is a text, token ids, or chat messages; `params` and `scheduling` are for all of
-        them or one each. Raises RequestError, before anything runs, if one of them cannot be
-        honoured.
+        them or one each. A `SamplingParams` says everything; a dict of some of its fields, or
+        nothing, leaves the others to the model's generation defaults. Raises RequestError, before
+        anything runs, if one of them cannot be honoured.
         """
-        several = _several(prompts)
+        several = several_prompts(prompts)
         asks = self._requests(
             several,
-            _each(several, params, SamplingParams(), "params"),
-            _each(several, scheduling, Scheduling(), "scheduling"),
+            one_each(several, params, _UNSET, "params", (SamplingParams, Mapping)),
+            one_each(several, scheduling, Scheduling(), "scheduling", Scheduling),
         )
         jobs = iter(self._run([request for ask in asks for request in ask]))
         return [_completion([job for _, job in zip(ask, jobs)]) for ask in asks]
@@ -178,7 +221,7 @@ class LLM:
     def chat(
         self,
         messages: Chat | Sequence[Chat],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         scheduling: Scheduling | Sequence[Scheduling] | None = None,
     ) -> list[Completion]:
         """As `generate`, for one conversation or several."""
@@ -187,7 +230,7 @@ class LLM:
     def stream(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         scheduling: Scheduling | None = None,
     ) -> Iterator[Delta]:
         """The completion of one prompt as it is made. Leaving it early ends the request.
@@ -195,17 +238,28 @@ class LLM:
         Deltas of several samples come mixed, each with its sample's `index`; the last one of each
         sample has `finish`.
         """
-        (ask,) = self._requests(
-            [prompt], [params or SamplingParams()], [scheduling or Scheduling()]
-        )
+        chosen = _UNSET if params is None else params
+        (ask,) = self._requests([prompt], [chosen], [scheduling or Scheduling()])
         return self._stream(ask)
+
+    @property
+    def default_sampling(self) -> SamplingDefaults:
+        """What requests get that leave fields unset."""
+        return self._text.sampling
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's generation defaults, and our own for the rest: what to change a field of.
+
+        Their `max_new_tokens` must fit as it stands, like any that is asked for.
+        """
+        return self._text.sampling.params()
 
     # -- how -------------------------------------------------------------------------------------
 
     def _requests(
         self,
         prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
+        params: Sequence[Params],
         scheduling: Sequence[Scheduling],
     ) -> list[list[Request]]:
         """Validated requests, those of its samples for each prompt.
@@ -318,46 +372,3 @@ def _completion(jobs: Sequence[_Job]) -> Completion:
     """What the samples of one prompt brought."""
     first, *more = [job.completion() for job in jobs]
     return dataclasses.replace(first, more=tuple(more)) if more else first
-
-
-_FLAGS = {  # what the command line calls differently
-    "kv_cache_memory": "kv_pool_bytes",
-    "kv_cache_dtype": "kv_dtype",
-    "gpu_memory_utilization": "memory_utilization",
-    "kv_offload_gib": "kv_offload_bytes",
-    "no_overlap": "overlap",
-    "tenant_weight": "tenant_weights",
-}
-
-
-def _check_options(given: Mapping[str, Any]) -> None:
-    """Require names of `EngineConfig`'s fields. Raises TypeError naming what was meant."""
-    known = [field.name for field in dataclasses.fields(EngineConfig)]
-    for name in given:
-        if name in known:
-            continue
-        close = [_FLAGS[name]] if name in _FLAGS else difflib.get_close_matches(name, known, 2)
-        meant = f" (did you mean {' or '.join(close)}?)" if close else ""
-        raise TypeError(f"LLM has no option {name!r}{meant}; it has: {', '.join(sorted(known))}")
-
-
-def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """A list of prompts, also when one was given bare: a text, token ids, or a conversation."""
-    if isinstance(prompts, str):
-        return [prompts]
-    single = len(prompts) > 0 and not isinstance(prompts[0], str | Sequence)
-    if single or (len(prompts) > 0 and isinstance(prompts[0], Mapping)):
-        return [cast("Prompt", prompts)]
-    return cast("Sequence[Prompt]", prompts)
-
-
-def _each[T](
-    prompts: Sequence[Prompt], given: T | Sequence[T] | None, default: T, name: str
-) -> Sequence[T]:
-    """One for each prompt. Raises ValueError for a list of another length."""
-    if given is None or isinstance(given, type(default)):
-        return [default if given is None else given] * len(prompts)
-    several = cast("Sequence[T]", given)
-    if len(several) != len(prompts):
-        raise ValueError(f"{len(several)} {name} for {len(prompts)} prompts; give one, or one each")
-    return several

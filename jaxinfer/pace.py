@@ -28,7 +28,8 @@ class Pace:
         self._token_time: float | None = None  # of a prompt token beside whatever decodes
         self._credit = 0.0  # what the last steps left of the bound, or took beyond it
         self._starved = 0
-        self._beyond = 0  # steps in a row that only decoded and yet took more than the bound
+        self._beyond: dict[int, int] = {}  # by rows: steps in a row that only decoded, too slowly
+        self._said = False
         self._end_time: float | None = None  # from one sequence's end to the next one's
         self._since_end = 0.0
 
@@ -70,17 +71,22 @@ class Pace:
 
     def _check_bound(self, decodes: int, seconds: float) -> None:
         """Say it once if no choice of chunks can keep the bound."""
-        if self.tpot_target is None or self._beyond > SURE_STEPS:
+        if self.tpot_target is None or self._said or not decodes:
             return
-        self._beyond = self._beyond + 1 if decodes and seconds > self.tpot_target else 0
-        if self._beyond > SURE_STEPS:
+        rung = _rung(decodes)
+        slow = seconds > self.tpot_target
+        self._beyond[rung] = self._beyond.get(rung, 0) + 1 if slow else 0
+        if self._beyond[rung] > SURE_STEPS:
+            self._said = True
             logger.warning(
-                "a step that only decodes takes %.1f ms with %d streams, more than the bound of "
+                "a step that only decodes takes %.1f ms with %d stream%s, more than the bound of "
                 "%.1f ms: prompts are computed slowly for it, and it is not kept; raise "
-                "--tpot-target-ms or lower --max-num-seqs",
+                "--tpot-target-ms%s",
                 1e3 * seconds,
                 decodes,
+                "" if decodes == 1 else "s",
                 1e3 * self.tpot_target,
+                "" if decodes == 1 else " or lower --max-num-seqs",
             )
 
     def _enter(self, seconds: float) -> None:

@@ -27,7 +27,7 @@ def namespace_key(*names: str) -> bytes:
 def extend_keys(keys: list[bytes], root: bytes, tokens: list[int], page_size: int) -> None:
     """Append the keys of the full pages of `tokens` that `keys` lacks."""
     first, end = len(keys) * page_size, len(tokens) // page_size * page_size
-    if first == end:
+    if first >= end:  # a sequence that starts again knows the keys of its outputs already
         return
     size = 4 * page_size
     data = struct.pack(f"<{end - first}i", *tokens[first:end])

@@ -28,6 +28,7 @@ class StepResult:
     tokens: list[int]
     outcomes: list[int]
     logprobs: np.ndarray | None = None  # int32[rows, 1 + 2 * top], see sampler.sample
+    expert_load: np.ndarray | None = None  # int32[layers, experts], see step.forward
 
     def row_logprobs(self, row: int, top: int) -> TokenLogprobs:
         """The chosen token's logprob and the `top` most likely ones. Needs the full sampler."""
@@ -56,6 +57,7 @@ class Dispatched:
     shape: StepShape
     variant: Variant
     out: Any  # int32[sample_rows, columns] on the device
+    expert_load: Any  # int32[layers, experts] there, of a model with experts
 
 
 class Runner:
@@ -88,7 +90,7 @@ class Runner:
                 tuple(self.programs.forward), len(plan.decodes), plan.chunk_tokens
             )
         packed = pack(plan, shape, self.null_slot)
-        self.pools, self.slots, rows, logits = self.programs.forward[shape](
+        self.pools, self.slots, rows, logits, load = self.programs.forward[shape](
             self.params, self.pools, self.slots, packed
         )
         variant = _variant(plan)
@@ -99,7 +101,10 @@ class Runner:
         if history is not None:
             self.history = history
         out.copy_to_host_async()
-        return Dispatched(plan.number, len(plan.decodes), len(plan.pieces), shape, variant, out)
+        if load is not None:
+            load.copy_to_host_async()
+        sizes = (len(plan.decodes), len(plan.pieces))
+        return Dispatched(plan.number, *sizes, shape, variant, out, load)
 
     def collect(self, handle: Dispatched) -> StepResult:
         """Wait for a step and read its result."""
@@ -112,7 +117,8 @@ class Runner:
         else:
             out = out[: handle.decodes]
         logprobs = out[:, 2:] if handle.variant == "full" else None
-        return StepResult(out[:, 0].tolist(), out[:, 1].tolist(), logprobs)
+        load = None if handle.expert_load is None else np.asarray(handle.expert_load)
+        return StepResult(out[:, 0].tolist(), out[:, 1].tolist(), logprobs, load)
 
     def admit(self, admitted: list[Sequence], resumed: list[Sequence]) -> None:
         """Upload options and pages of admitted sequences, and the history penalties need."""

@@ -18,16 +18,15 @@ import bisect
 from collections import deque
 
 from jaxinfer.admission import Admission
-from jaxinfer.deadlines import Deadlines
+from jaxinfer.deadlines import Deadlines, check_in_time
 from jaxinfer.load import KEPT_RECORDS, StepRecord
 from jaxinfer.pace import Pace
 from jaxinfer.page_allocator import PageAllocator
 from jaxinfer.policy import SchedulerLimits, SchedulerPolicy, ThrashGuard
 from jaxinfer.prefix_cache import namespace_key
-from jaxinfer.request import LateError, Request
+from jaxinfer.request import Request
 from jaxinfer.sequence import NO_SLOT, Sequence
 from jaxinfer.sequence_pages import PageMove, SequencePages
-from jaxinfer.sizes import seconds_text
 from jaxinfer.step_plan import MAX_PIECES, Piece, StepPlan
 from jaxinfer.waiting_queue import WaitingQueue
 
@@ -41,7 +40,9 @@ class Scheduler:
         self.pages = SequencePages(
             limits.num_pages, limits.page_size, policy.host_pages, limits.windows
         )
-        self.waiting = WaitingQueue(policy.ageing, dict(policy.tenant_weights))
+        self.waiting = WaitingQueue(
+            policy.ageing, dict(policy.tenant_weights), policy.batch_priority
+        )
         self.running: list[Sequence] = []  # most urgent first, then in order of admission
         self.by_id: dict[str, Sequence] = {}
         self.deadlines = Deadlines(self.by_id)
@@ -77,32 +78,28 @@ class Scheduler:
         scheduling = request.scheduling
         sequence = Sequence(request, tokens=list(request.prompt), level=scheduling.priority)
         sequence.order = self._arrivals = self._arrivals + 1
-        if request.deadline is not None:
-            self._check_deadline(sequence, request.deadline)
         if self.policy.prefix_cache:
             sequence.root = namespace_key(scheduling.tenant, scheduling.cache_salt)
         elif request.group:  # samples of one prompt share its pages anyway
             sequence.root = namespace_key(scheduling.tenant, scheduling.cache_salt, request.group)
+        follows = request.group in self.by_id  # the first sample of its prompt was taken
+        sequence.to_compute = self._to_compute(sequence, follows)
+        if request.deadline is not None and not follows:
+            free = len(self._free_slots)
+            check_in_time(sequence, self.waiting, self.running, free, self.pace)
         self.by_id[request.id] = sequence
         if request.deadline is not None:
             self.deadlines.add(request.id, request.deadline)
         self.waiting.push(sequence, request.arrival)
         return sequence
 
-    def _check_deadline(self, sequence: Sequence, deadline: float) -> None:
-        arrival = sequence.request.arrival
-        before, ahead = self.waiting.ahead_of(sequence)
-        ahead += sequence.prompt_len
-        ahead += sum(s.prefill_target - s.num_computed_tokens for s in self.running)
-        ends = before + 1 - len(self._free_slots)
-        if self.running and self.running[-1].level > sequence.level:
-            ends = 0  # it takes the slot of somebody less urgent
-        expected = self.pace.first_token_in(ahead, max(0.0, ends))
-        if arrival + expected > deadline:
-            raise LateError(
-                f"the first token is expected in {seconds_text(expected)}, past the deadline in "
-                f"{seconds_text(deadline - arrival)}; give more time or retry when load is lower"
-            )
+    def _to_compute(self, sequence: Sequence, follows: bool) -> int:
+        """Prompt tokens that it will compute, as far as is known when it comes."""
+        if follows:
+            found = (sequence.prompt_len - 1) // self._page_size
+        else:
+            found = len(self.pages.lookup(sequence)[0])
+        return sequence.prompt_len - found * self._page_size
 
     def finish(self, sequence: Sequence, failed: bool = False) -> None:
         """End a sequence. Its slot is free now, its pages once no step can write them."""
@@ -127,6 +124,10 @@ class Scheduler:
         if not self.by_id:
             self._last_plan = None  # the time until somebody comes is no step's
 
+    def stop(self) -> None:
+        """No step is on its way any more, whatever was planned."""
+        self.pages.retire(self._step)
+
     # -- one step --------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
@@ -150,11 +151,9 @@ class Scheduler:
 
     def _rise(self, now: float) -> None:
         """Who waited long enough rises; of the batch class, as many as may run at once."""
-        if self.policy.interactive_reserve:
-            slots = self._admission.batch_slots_left()
-            self.waiting.rise(now, self.policy.batch_priority, slots)
-        else:
-            self.waiting.rise(now)
+        reserved = self.policy.interactive_reserve > 0
+        slots = self._admission.batch_slots_left() if reserved else None
+        self.waiting.rise(now, self.running, slots)
 
     def _observe(self, now: float) -> None:
         """Learn how long the step took that was read since the last one was planned."""
@@ -216,9 +215,11 @@ class Scheduler:
     def _grow_under_pressure(self, sequence: Sequence, plan: StepPlan, now: float) -> None:
         """Preempt the last running sequences for a page, itself in the end. While pages are on
         their way it sits out instead."""
-        while sequence.slot != NO_SLOT and not self.pages.releases_pending:
+        while sequence.slot != NO_SLOT:
             if self.pages.available:
                 self._grow([sequence], plan)
+                return
+            if self.pages.releases_pending:
                 return
             self._preempt(self.running[-1], now)
 
@@ -302,6 +303,7 @@ class Scheduler:
         if sequence.first_scheduled is None:
             self._count_hits(sequence)
             sequence.first_scheduled = now
+        sequence.waited = now - sequence.entered
         self._admissions += 1
         sequence.admission, sequence.tokens_then = self._admissions, len(sequence.tokens)
         self.waiting.charge(sequence, len(sequence.tokens) - sequence.num_computed_tokens)

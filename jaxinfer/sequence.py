@@ -31,8 +31,10 @@ class Sequence:
         most_tokens: tokens it may have in the end.
         last_step: number of the last dispatched step that works on it.
         order: how many sequences came before it; level: the priority it waits or runs at.
+        to_compute: prompt tokens that the prefix cache lacked when it came.
         entry, entered, preempted: of the waiting queue: the number of its place (NOT_WAITING while
             it has none), when it took it, and whether it ran before.
+        waited: seconds it waited at its level before it ran; `entered` is so much earlier after.
         admission: number of its last admission; tokens_then: the tokens it had at that.
     """
 
@@ -55,6 +57,7 @@ class Sequence:
     level: int = 0
     entry: int = NOT_WAITING
     entered: float = 0.0
+    waited: float = 0.0
     preempted: bool = False
     admission: int = 0
     tokens_then: int = 0
@@ -63,9 +66,11 @@ class Sequence:
     reported: bool = False
     finished: bool = False
     most_tokens: int = field(init=False)
+    to_compute: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.most_tokens = len(self.request.prompt) + self.request.max_new_tokens
+        self.to_compute = len(self.request.prompt)
 
     @property
     def tenant(self) -> str:

@@ -16,6 +16,7 @@ from jaxinfer.compile_watch import CompileWatch
 from jaxinfer.config import Determinism, EngineConfig, ModelConfig
 from jaxinfer.determinism import ATTENTION_BLOCK, Build, choose
 from jaxinfer.engine import Engine
+from jaxinfer.expert_load import ExpertLoad
 from jaxinfer.host_memory import keep_freed_memory
 from jaxinfer.kv_pool import KVGroup, empty_pools, host_pages_for, kv_groups, pages_for
 from jaxinfer.memory_plan import MemoryPlan, plan_memory
@@ -111,6 +112,7 @@ def build_engine(
         memory=memory,
         compiles=compiles,
         clock=time.monotonic,
+        experts=ExpertLoad.none_yet(served),
     )
     compiles.ready()
     return engine
@@ -247,6 +249,8 @@ def _limits(
         kv_tokens=min(group.capacity for group in groups),
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
+        batch_priority=config.batch_priority,
+        interactive_reserve=config.interactive_reserve,
     )
 
 

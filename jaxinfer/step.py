@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.kv_pool import KVGroup, Pools
@@ -75,11 +75,12 @@ def forward(
     *,
     model: StepModel,
     shape: StepShape,
-) -> tuple[Pools, Slots, SampleRows, Float[Array, "R V"]]:
+) -> tuple[Pools, Slots, SampleRows, Float[Array, "R V"], Int[Array, "L E"] | None]:
     """Compute one step: keys and values into the pool, float32 logits of the rows that sample.
 
     Decode rows read their token and position from `slots`; rows that are done compute nothing
-    that is kept. Returns the rows for `sample`: decode rows, then one a piece.
+    that is kept. Returns the rows for `sample`: decode rows, then one a piece. Last come the tokens
+    that went to each expert of the layers that have experts; None if there are none.
     """
     inputs = {name: packed[place].reshape(dims) for name, (place, dims) in layout(shape).items()}
     slots = _map_pages(slots, inputs["deltas"])
@@ -107,16 +108,22 @@ def forward(
     family = family_of(model.config.family)
     x = family.embed(params, model.config, tokens, positions)
     context = family.layer_context(model.config, positions)
-    pools = list(pools)
+    pools, routed = list(pools), []
     for i, layer_params in enumerate(params["layers"]):
         place = places[model.group_of(i)]
         kind = model.config.kind(i)
-        x, pools[i] = _layer(layer_params, x, context, pools[i], place, model=model, kind=kind)
+        x, pools[i], experts = _layer(
+            layer_params, x, context, pools[i], place, model=model, kind=kind
+        )
+        if experts is not None:
+            routed.append(experts)
     slots, sampled, last = _finish_rows(slots, rows, live, inputs, shape)
     # By vocabulary first: asked for whole logits, the compiler would gather the head's weight.
     logits = constrain(family.unembed(params, model.config, x[last]), model.mesh, None, "vocab")
     pools = constrain(pools, model.mesh, *model.groups[0].axes)
-    return pools, *constrain((slots, sampled, logits), model.mesh)
+    padding = owners == slots.token.shape[0] - 1
+    load = _expert_load(routed, written & ~padding, model.config)
+    return pools, *constrain((slots, sampled, logits, load), model.mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "kind"))
@@ -129,22 +136,29 @@ def _layer(
     *,
     model: StepModel,
     kind: LayerKind,
-) -> tuple[Float[Array, "T D"], tuple[Array, ...]]:
-    """One layer. An inner jit, so that it is traced once a kind of layer and not once a layer."""
+) -> tuple[Float[Array, "T D"], tuple[Array, ...], Int[Array, "T k"] | None]:
+    """One layer: its output, its pool, and each token's experts if it has any.
+
+    An inner jit, so that it is traced once a kind of layer and not once a layer.
+    """
     config = model.config
-    stored = pool
+    stored, experts = pool, None
 
     def attend(
-        q: Float[Array, "T KV G hd"], k: Float[Array, "T KV hd"], v: Float[Array, "T KV hd"] | None
+        q: Float[Array, "T KV G hd"],
+        k: Float[Array, "T KV hd"],
+        v: Float[Array, "T KV hd"] | None,
+        sinks: Float[Array, "KV G"] | None = None,
     ) -> Float[Array, "T KV G vd"]:
         nonlocal stored
-        pages = _write(config, pool, place, k, v)
-        stored = tuple(array for array in pages if array is not None)
+        stored = _write(config, pool, place, k, v)
+        pages = (stored[0], stored[1] if v is not None else None)
         rows = place.kv_lens.shape[0]
         how: dict[str, Any] = {
             "scale": config.scale,
             "window": kind.window,
             "soft_cap": config.attention_soft_cap,
+            "sinks": sinks,
             "implementation": model.attention,
             "block": model.attention_block,
             "value_dim": config.value_dim,
@@ -157,17 +171,38 @@ def _layer(
             parts.append(paged_prefill(q[rows:], *pages, place.table, place.tiles, **how))
         return jnp.concatenate(parts)
 
-    return family_of(config.family).layer(params, config, kind, x, context, attend), stored
+    def on_routed(chosen: Int[Array, "T k"]) -> None:
+        nonlocal experts
+        experts = chosen
+
+    hears = {"on_routed": on_routed} if kind.moe else {}
+    x = family_of(config.family).layer(params, config, kind, x, context, attend, **hears)
+    return x, stored, experts
+
+
+def _expert_load(
+    routed: list[Int[Array, "T k"]], counted: Bool[Array, " T"], config: ModelConfig
+) -> Int[Array, "L E"] | None:
+    """Tokens that went to each expert of each layer, of those `counted`: one sum for all layers."""
+    if not routed:
+        return None
+    assert config.moe is not None
+    layers, experts = len(routed), config.moe.num_experts
+    places = jnp.stack(routed) + experts * jnp.arange(layers)[:, None, None]
+    ones = jnp.broadcast_to(counted[None, :, None], places.shape).astype(jnp.int32)
+    load = jnp.zeros(layers * experts, jnp.int32)
+    load = load.at[places.reshape(-1)].add(ones.reshape(-1), mode="promise_in_bounds")
+    return load.reshape(layers, experts)
 
 
 def _write(
     config: ModelConfig, pool: tuple[Array, ...], place: Placement, k: Array, v: Array | None
-) -> tuple[Array, Array | None]:
-    """The pages of keys and of values, with the step's own; None: keys begin with values."""
+) -> tuple[Array, ...]:
+    """The pool with the step's keys and values; without `v`, keys begin with values."""
     where = (place.pages, place.offsets, k)
     if v is None:
         assert config.value_dim is not None
-        return write_latent(pool[0], *where, config.value_dim), None
+        return (write_latent(pool[0], *where, config.value_dim),)
     return write_kv(pool[0], pool[1], *where, v)
 
 

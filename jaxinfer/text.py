@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxinfer.detokenizer import Detokenizer, DetokenizerFactory, StopMatcher
+from jaxinfer.generation import SamplingDefaults
 from jaxinfer.request import (
     FinishReason,
     Request,
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 Chat = Sequence[Mapping[str, str]]
 Prompt = str | Sequence[int] | Chat
 """A text, token ids, or chat messages with `role` and `content`."""
+
+Params = SamplingParams | Mapping[str, Any]
+"""All sampling parameters, or those that are set: the model's defaults fill the rest."""
 
 _STOPPED_BY_ID = (FinishReason.EOS, FinishReason.STOP_ID)
 
@@ -84,10 +88,17 @@ class Delta:
 class TextProcessor:
     """Tokenizer and limits of one model: prompts in, output builders out."""
 
-    def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], limits: EngineLimits):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        eos_ids: Sequence[int],
+        limits: EngineLimits,
+        sampling: SamplingDefaults | None = None,
+    ):
         self.tokenizer = tokenizer
         self.limits = limits
-        self._eos_ids = tuple(eos_ids)
+        self.sampling = sampling or SamplingDefaults()
+        self.eos_ids = tuple(eos_ids)
         self._detokenizers = DetokenizerFactory(tokenizer.raw)
 
     def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
@@ -139,15 +150,17 @@ class TextProcessor:
     def requests(
         self,
         prompt: Sequence[int],
-        params: SamplingParams,
+        params: Params,
         request_id: str,
         now: float,
         timeout: float | None = None,
         scheduling: Scheduling | None = None,
     ) -> list[Request]:
         """The validated requests for prompt ids, one a sample. Raises RequestError."""
+        if not isinstance(params, SamplingParams):
+            params = self.sampling.complete(params, len(prompt), self.limits)
         request = build_request(
-            prompt, params, self.limits, self._eos_ids, request_id, now, timeout, scheduling
+            prompt, params, self.limits, self.eos_ids, request_id, now, timeout, scheduling
         )
         return samples(request)
 

@@ -1,4 +1,6 @@
-"""Text ↔ token ids, over the `tokenizers` library, and the chat template that goes with them.
+"""Text ↔ token ids, and the chat templates that go with them.
+
+It is over the `tokenizers` library, or over `sentencepiece` for the models of that one.
 
 **Special tokens in a user's text are text.** A prompt that says `<|im_end|>` must not end a turn.
 The library looks for special tokens before anything else it does, so every special token that a
@@ -12,6 +14,7 @@ in every process: no text can carry it on purpose.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import secrets
@@ -23,15 +26,28 @@ from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as RawTokenizer
 
 from jaxinfer.chat_template import ChatTemplate, ChatTemplateError
+from jaxinfer.literals import one_of
+from jaxinfer.sentencepiece_model import SentencePieceModel
+from jaxinfer.tokenizer_files import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    NAMED_TOKENS,
+    SENTENCEPIECE_FILE,
+    TOKENIZER_FILE,
+    TURN_MARKS,
+    config_decides,
+    content,
+    put_around,
+    read_config,
+    read_json,
+    read_vocabulary,
+    templates_entry,
+    write_json,
+)
 
 __all__ = ["ChatTemplateError", "Tokenizer"]
 
-TOKENIZER_FILE = "tokenizer.json"
-CONFIG_FILE = "tokenizer_config.json"
-TEMPLATE_FILE = "chat_template.jinja"
-GENERATION_FILE = "generation_config.json"
 _NONCHARACTERS = [chr(c) for c in range(0xFDD0, 0xFDF0)]
-_TEMPLATE_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class Tokenizer:
@@ -43,42 +59,57 @@ class Tokenizer:
         eos_ids: the ids that end the model's output.
         longest_token: bytes (UTF-8, as the vocabulary writes it) of the longest token: no token
             stands for more bytes of a text.
-        config: tokenizer_config.json as a dict (special tokens' names, chat template).
+        config: tokenizer_config.json as a dict (special tokens' names, chat templates).
+        generation: generation_config.json as a dict, the EOS ids excepted.
     """
 
-    def __init__(self, definition: str, config: dict[str, Any], eos_ids: Sequence[int] = ()):
-        """From the text of a tokenizer.json.
+    def __init__(
+        self,
+        vocabulary: str | SentencePieceModel,
+        config: dict[str, Any],
+        eos_ids: Sequence[int] = (),
+        generation: dict[str, Any] | None = None,
+    ):
+        """From the text of a tokenizer.json, or a SentencePiece model.
 
-        Raises ValueError when it is not one, or when an EOS id is outside of the vocabulary.
+        Raises ValueError when it is not one, when an EOS id is outside of the vocabulary, and
+        ChatTemplateError when a chat template does not parse.
         """
-        if not definition.strip():
+        self._pieces = vocabulary if isinstance(vocabulary, SentencePieceModel) else None
+        self._definition = self._pieces.definition() if self._pieces else str(vocabulary)
+        if not self._definition.strip():
             raise ValueError(f"{TOKENIZER_FILE} is empty")
         try:
-            self.raw = RawTokenizer.from_str(definition)
+            self.raw = RawTokenizer.from_str(self._definition)
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{TOKENIZER_FILE} cannot be read: {error}") from error
-        self._definition = definition
+        if self._pieces is None and config_decides(config):
+            put_around(self.raw, config, bos=True)
         self.config = config
+        self.generation = generation or {}
         self.raw.no_padding()
         self.raw.no_truncation()
         last_added = max(self.raw.get_added_tokens_decoder(), default=-1)
         self.vocab_size = max(self.raw.get_vocab_size(with_added_tokens=True), last_added + 1)
-        vocabulary = self.raw.get_vocab(with_added_tokens=True)
-        self.longest_token = max((len(token.encode()) for token in vocabulary), default=0)
+        tokens = self.raw.get_vocab(with_added_tokens=True)
+        self.longest_token = max((len(token.encode()) for token in tokens), default=0)
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         for i in self.eos_ids:
             if not isinstance(i, int) or not 0 <= i < self.vocab_size:
                 raise ValueError(f"EOS id {i!r} is not in the vocabulary of {self.vocab_size}")
         self._install_guard()
-        self._template = self._compile_template()
+        self._templates = self._compile_templates()
 
     def _install_guard(self) -> None:
         """Make the library drop guards, after its search for special tokens and before all else."""
         added = self.raw.get_added_tokens_decoder().values()
-        special = sorted((t.content for t in added if t.special), key=len, reverse=True)
-        late = [t for t in added if t.special and t.normalized]
+        # Some checkpoints do not call the marks of turns special; a text may not spell them either.
+        marks = [t for t in added if t.special or t.content in TURN_MARKS]
+        special = [t.content for t in marks]
+        late = [_search_early(t) for t in marks if t.normalized]
         if late:  # these would be searched for after the guards are gone
-            self.raw.add_special_tokens([_search_early(t) for t in late])
+            self.raw.add_special_tokens([t for t in late if t.special])
+            self.raw.add_tokens([t for t in late if not t.special])
         self._guard = _random_characters()
         # A special token of one character has no inside to put a guard in.
         self._stand_ins = {t: _random_characters() for t in special if len(t) == 1}
@@ -88,20 +119,32 @@ class Tokenizer:
             steps.append(self.raw.normalizer)
         self.raw.normalizer = normalizers.Sequence(steps)
         # Zero-width, so that overlapping spellings are all found.
-        alternatives = "|".join(re.escape(t) for t in special)
-        self._spelled = re.compile(f"(?=({alternatives}))") if special else None
+        self._spelled = re.compile(f"(?={one_of(special)})") if special else None
         self._starts = {t[:n] for t in special for n in range(1, len(t))}
         self._ends = {t[n:] for t in special for n in range(1, len(t))}
         self._longest = max(map(len, special), default=0)
 
-    def _compile_template(self) -> ChatTemplate | None:
-        source = self.config.get("chat_template")
-        if isinstance(source, list):  # several named ones; "default" is for plain chats
-            source = {t["name"]: t["template"] for t in source}.get("default")
-        if not source:
-            return None
-        tokens = {name: _content(self.config.get(name)) for name in _TEMPLATE_TOKENS}
-        return ChatTemplate(source, {k: v for k, v in tokens.items() if v is not None})
+    def _compile_templates(self) -> dict[str, ChatTemplate]:
+        """Each by its name; "default" is for plain chats, "tool_use" for those with tools."""
+        source = self.config.get("chat_template") or []
+        named = [{"name": "default", "template": source}] if isinstance(source, str) else source
+        if not isinstance(named, list) or not all(map(_is_template, named)):
+            raise ValueError(
+                "chat_template: expected a template, or a list of them with name and template"
+            )
+        tokens = {name: content(self.config.get(name)) for name in NAMED_TOKENS}
+        tokens = {name: token for name, token in tokens.items() if token is not None}
+        return {entry["name"]: ChatTemplate(entry["template"], tokens) for entry in named}
+
+    def with_chat_template(self, source: str) -> Tokenizer:
+        """The same tokenizer with another chat template, in place of all it has.
+
+        Raises ChatTemplateError when it does not parse.
+        """
+        other = copy.copy(self)
+        other.config = self.config | {"chat_template": templates_entry({"default": source})}
+        other._templates = other._compile_templates()
+        return other
 
     # -- text ---------------------------------------------------------------------------------
 
@@ -116,6 +159,8 @@ class Tokenizer:
         return self._ids(guarded, add_special_tokens)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self._pieces is not None:
+            return self._pieces.encode(text, add_special_tokens, self._unguarded)
         # Of the library's calls only those for batches let other threads run.
         batch = self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return batch[0].ids
@@ -139,11 +184,22 @@ class Tokenizer:
             cut = start + 1
         return self._guard.join([*parts, text[cut:]])
 
+    def _unguarded(self, text: str) -> str:
+        """The text without its guards."""
+        for character, stand_in in self._stand_ins.items():
+            text = text.replace(stand_in, character)
+        return text.replace(self._guard, "")
+
     # -- chat ---------------------------------------------------------------------------------
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return "default" in self._templates
+
+    @property
+    def chat_templates(self) -> tuple[str, ...]:
+        """The names of the chat templates."""
+        return tuple(self._templates)
 
     def render_chat(
         self,
@@ -153,10 +209,7 @@ class Tokenizer:
         **kwargs: Any,
     ) -> str:
         """The text a conversation becomes. Raises ChatTemplateError as `apply_chat_template`."""
-        text = self._render(messages, add_generation_prompt, tools, kwargs)
-        for character, stand_in in self._stand_ins.items():
-            text = text.replace(stand_in, character)
-        return text.replace(self._guard, "")
+        return self._unguarded(self._render(messages, add_generation_prompt, tools, kwargs))
 
     def apply_chat_template(
         self,
@@ -180,13 +233,21 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None,
         kwargs: dict[str, Any],
     ) -> str:
-        if self._template is None:
-            raise ChatTemplateError("this model has no chat template; send a text prompt instead")
-        text = self._template.render(
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            others = (
+                f" named default (only {', '.join(self._templates)})" if self._templates else ""
+            )
+            raise ChatTemplateError(
+                f"this model has no chat template{others}; send a text prompt instead, or serve it"
+                " with --chat-template FILE"
+            )
+        values = {"documents": None, **self._guard_all(kwargs)}
+        text = self._templates[name].render(
             messages=self._guard_all(messages),
             tools=self._guard_all(tools),
             add_generation_prompt=add_generation_prompt,
-            **self._guard_all(kwargs),
+            **values,
         )
         for mark in (self._guard, *self._stand_ins.values()):
             text = text.replace(
@@ -215,34 +276,36 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path, eos_ids: Sequence[int] = ()) -> Tokenizer:
-        """From tokenizer.json and the files beside it, in any of the layouts in use.
+        """From the files of a folder, in any of the layouts in use (see `tokenizer_files`).
 
         EOS ids are generation_config.json's; else `eos_ids`; else the tokenizer's own eos_token.
         Raises ValueError naming the file that is missing or broken.
         """
-        path = folder / TOKENIZER_FILE
-        if not path.is_file():
-            raise ValueError(f"{path}: missing; save the model's fast tokenizer as {path.name}")
-        config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / CONFIG_FILE)
-        if (template := folder / TEMPLATE_FILE).is_file():
-            config["chat_template"] = template.read_text("utf-8")
-        stated = eos_token_ids(_read_json(folder / GENERATION_FILE))
+        config = read_config(folder)
+        generation = read_json(folder / GENERATION_FILE)
+        stated = eos_token_ids(generation)
+        vocabulary = read_vocabulary(folder, config)
+        name = TOKENIZER_FILE if isinstance(vocabulary, str) else SENTENCEPIECE_FILE
         try:
-            definition = path.read_text("utf-8")
-            tokenizer = cls(definition, config, stated or eos_ids)
-            if not tokenizer.eos_ids and (eos := _content(config.get("eos_token"))):
-                found = tokenizer.raw.token_to_id(eos)
-                tokenizer.eos_ids = () if found is None else (found,)
+            tokenizer = cls(vocabulary, config, stated or eos_ids, generation)
+        except ChatTemplateError as error:
+            raise ValueError(f"{folder}: {error}") from error
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+            raise ValueError(f"{folder / name}: {error}") from error
+        if not tokenizer.eos_ids and (eos := content(config.get("eos_token"))):
+            found = tokenizer.raw.token_to_id(eos)
+            tokenizer.eos_ids = () if found is None else (found,)
         return tokenizer
 
     def save(self, folder: Path) -> None:
         """Write the files `from_folder` reads."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / TOKENIZER_FILE).write_text(self._definition, "utf-8")
-        _write_json(folder / CONFIG_FILE, self.config)
-        _write_json(folder / GENERATION_FILE, {"eos_token_id": list(self.eos_ids)})
+        if self._pieces is not None:
+            (folder / SENTENCEPIECE_FILE).write_bytes(self._pieces.data)
+        else:
+            (folder / TOKENIZER_FILE).write_text(self._definition, "utf-8")
+        write_json(folder / CONFIG_FILE, self.config)
+        write_json(folder / GENERATION_FILE, self.generation | {"eos_token_id": list(self.eos_ids)})
 
 
 def _random_characters() -> str:
@@ -250,20 +313,22 @@ def _random_characters() -> str:
 
 
 def _search_early(token: AddedToken) -> AddedToken:
-    """The same special token, looked for in the text as it was given."""
+    """The same token, looked for in the text as it was given."""
     return AddedToken(
         token.content,
         single_word=token.single_word,
         lstrip=token.lstrip,
         rstrip=token.rstrip,
         normalized=False,
-        special=True,
+        special=token.special,
     )
 
 
-def _content(token: Any) -> str | None:
-    """A token named in a config: a string, or a dict that holds it."""
-    return token.get("content") if isinstance(token, dict) else token
+def _is_template(entry: Any) -> bool:
+    """Whether an entry of a list of chat templates has a name and a text."""
+    return isinstance(entry, dict) and all(
+        isinstance(entry.get(key), str) for key in ("name", "template")
+    )
 
 
 def eos_token_ids(config: dict[str, Any]) -> tuple[int, ...]:
@@ -272,20 +337,3 @@ def eos_token_ids(config: dict[str, Any]) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list) else (value,)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; {} when the file is absent. Raises ValueError naming a broken file."""
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(data).__name__}")
-    return data
-
-
-def _write_json(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(json.dumps(data, ensure_ascii=False, indent=1), "utf-8")

@@ -58,6 +58,8 @@ class EngineLimits:
         max_num_seqs: sequences that run at once.
         kv_tokens: tokens of KV pool that one sequence may use when it is alone.
         max_queued_requests / max_queued_tokens: bounds of the waiting queue.
+        batch_priority: priorities from it on are the batch class, for which
+            `interactive_reserve` of the queue is none.
     """
 
     vocab_size: int
@@ -66,6 +68,13 @@ class EngineLimits:
     kv_tokens: int
     max_queued_requests: int
     max_queued_tokens: int
+    batch_priority: int = MAX_PRIORITY + 1
+    interactive_reserve: float = 0.0
+
+    @property
+    def max_queued_batch(self) -> int:
+        """Requests of the batch class that may wait."""
+        return max(1, int(self.max_queued_requests * (1 - self.interactive_reserve)))
 
     @property
     def max_tokens(self) -> int:

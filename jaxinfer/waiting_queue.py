@@ -4,9 +4,9 @@ Strict by priority: the lowest number first. Within one priority, first the sequ
 preempted, then tenants in turn, least served first (start-time fair queueing, Goyal et al. 1996;
 for token counts see Sheng et al. 2024, arXiv:2401.00588), and first come first served within a
 tenant. A sequence that waited `ageing` seconds in one priority rises to the next more urgent one
-that anybody waits in, so it waits at most `ageing` seconds for each priority in use above its own,
-and then its turn among those that rose there, who share like one tenant: however many they are,
-those who were asked to be urgent go on having their turns.
+that anybody waits or runs in, so it waits at most `ageing` seconds for each priority in use above
+its own, at once or between preemptions, and then its turn among those that rose there, who share
+like one tenant: however many they are, those who were asked to be urgent go on having their turns.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 
+from jaxinfer.request import MAX_PRIORITY
 from jaxinfer.sequence import NOT_WAITING, Sequence
 
 MOST_RISES = 64  # sequences that may rise in one step, whose time is bounded so
@@ -25,6 +27,7 @@ MOST_ACCOUNTS = 4096  # tenants whose service is remembered while they have noth
 _RISEN = (False, "")  # their line; of lines with equal service it is the first
 
 _Entry = tuple[int, int, Sequence]  # order of arrival, number of the entry, sequence
+Running = Row[Sequence]
 _Line = tuple[bool, str]  # True and a tenant; (False, ""): of all that rose to the level
 
 
@@ -41,19 +44,29 @@ class _Level:
     preempted: list[_Entry] = field(default_factory=list)  # heap by order of arrival
     lines: dict[_Line, list[_Entry]] = field(default_factory=dict)  # heaps by order of arrival
     share: float = 0.0  # of all these lines together
-    queued: dict[_Line, tuple[int, int]] = field(default_factory=dict)  # sequences, prompt tokens
+    # by line: sequences, and prompt tokens that they are to compute
+    queued: dict[_Line, tuple[int, int]] = field(default_factory=dict)
     turns: list[tuple[float, _Line]] = field(default_factory=list)  # heap of (service, line)
-    entries: deque[_Entry] = field(default_factory=deque)  # in order of entry
+    # heap by when they came to the level, the time they waited before they ran counted
+    entries: list[tuple[float, int, Sequence]] = field(default_factory=list)
 
     def live(self) -> list[Sequence]:
-        return [sequence for _, entry, sequence in self.entries if sequence.entry == entry]
+        ordered = sorted(self.entries, key=lambda entry: entry[:2])
+        return [sequence for _, entry, sequence in ordered if sequence.entry == entry]
 
 
 class WaitingQueue:
-    """Sequences that wait for a slot. `weights` are the tenants' shares, 1 if not named."""
+    """Sequences that wait for a slot. `weights` are the tenants' shares, 1 if not named; priorities
+    from `batch_priority` on are the batch class."""
 
-    def __init__(self, ageing: float, weights: Mapping[str, float] | None = None):
-        self._ageing = ageing
+    def __init__(
+        self,
+        ageing: float,
+        weights: Mapping[str, float] | None = None,
+        batch_priority: int = MAX_PRIORITY + 1,
+    ):
+        self._ageing, self._batch_priority = ageing, batch_priority
+        self._crossed = 0  # waiting sequences of the batch class that rose above it
         self._weights = dict(weights or {})
         self._levels: dict[int, _Level] = {}
         self._order: list[int] = []  # the levels in use, most urgent first
@@ -80,7 +93,8 @@ class WaitingQueue:
             level = self._levels[sequence.level] = _Level()
             bisect.insort(self._order, sequence.level)
         sequence.entry = next(self._entries)
-        sequence.entered, sequence.preempted = now, preempted
+        # The time it waited before it ran counts, else who is preempted often would never rise.
+        sequence.entered, sequence.preempted = now - sequence.waited, preempted
         self._count(level, sequence, 1)
         self._line_up(level, sequence)
         if len(level.entries) > 2 * level.size + 64:
@@ -89,7 +103,7 @@ class WaitingQueue:
     def _line_up(self, level: _Level, sequence: Sequence, known: Collection[_Line] = ()) -> None:
         """`known` are lines that were here already, so their turns stay as they are."""
         entry = (sequence.order, sequence.entry, sequence)
-        level.entries.append(entry)
+        heapq.heappush(level.entries, (sequence.entered, sequence.entry, sequence))
         name = _line_of(sequence)
         if sequence.preempted and name != _RISEN:
             heapq.heappush(level.preempted, entry)
@@ -106,7 +120,7 @@ class WaitingQueue:
     def _drop_stale(self, level: _Level) -> None:
         members, known = level.live(), level.lines
         level.preempted, level.lines, level.turns = [], {}, []
-        level.share, level.entries = 0.0, deque()
+        level.share, level.entries = 0.0, []
         for sequence in members:
             self._line_up(level, sequence, known)
 
@@ -125,8 +139,9 @@ class WaitingQueue:
         level.size += one
         level.tokens += tokens
         self._size += one
+        self._crossed += one * self._has_crossed(sequence)
         count, before = level.queued.get(line, (0, 0))
-        level.queued[line] = (count + one, before + tokens)
+        level.queued[line] = (count + one, before + one * sequence.to_compute)
         if count + one == 0:
             del level.queued[line]
 
@@ -154,17 +169,28 @@ class WaitingQueue:
                 self._clock = max(self._clock, served)
                 return sequence
 
-    def rise(self, now: float, batch_priority: int | None = None, batch_slots: int = 0) -> None:
+    def rise(self, now: float, running: Running = (), batch_slots: int | None = None) -> None:
         """Let who waited long enough rise to the level above. To be called once a step.
 
-        From `batch_priority` on, no more rise above it than there are `batch_slots` for.
+        `running` are those that run, the most urgent first. No more of the batch class rise above
+        it than there are `batch_slots` for; None: all may.
         """
         left = MOST_RISES
-        for above, number in reversed([*itertools.pairwise(self._order)]):
+        for number in self._order[::-1]:
+            above = self._above(number, running)
+            if above is None:
+                continue
             room = left
-            if batch_priority is not None and above < batch_priority <= number:
-                room = min(left, batch_slots - self._risen(batch_priority))
+            if batch_slots is not None and above < self._batch_priority <= number:
+                room = min(left, batch_slots - self._crossed)
             left -= self._rise_from(number, above, now, room)
+
+    def _above(self, number: int, running: Running) -> int | None:
+        """The next more urgent level that anybody waits or runs in."""
+        levels = self._order[: bisect.bisect_left(self._order, number)][-1:]
+        ahead = bisect.bisect_left(running, number, key=lambda sequence: sequence.level)
+        levels += [running[ahead - 1].level] if ahead else []
+        return max(levels, default=None)
 
     def _rise_from(self, number: int, above: int, now: float, room: int) -> int:
         """Let at most `room` sequences rise; returns how many did."""
@@ -175,16 +201,15 @@ class WaitingQueue:
                 if now - sequence.entered < self._ageing:
                     break
                 self.remove(sequence)
-                sequence.level = above
+                sequence.level, sequence.waited = above, 0.0
                 self.push(sequence, now, sequence.preempted)
                 rises += 1
-            level.entries.popleft()
+            heapq.heappop(level.entries)
         return rises
 
-    def _risen(self, below: int) -> int:
-        """How many wait at levels above `below` that rose there."""
-        above = self._order[: bisect.bisect_left(self._order, below)]
-        return sum(self._levels[number].queued.get(_RISEN, (0, 0))[0] for number in above)
+    def _has_crossed(self, sequence: Sequence) -> bool:
+        """Whether it is of the batch class and rose above it."""
+        return sequence.level < self._batch_priority <= sequence.request.scheduling.priority
 
     @property
     def tokens(self) -> int:
@@ -192,20 +217,21 @@ class WaitingQueue:
         return sum(level.tokens for level in list(self._levels.values()))
 
     def ahead_of(self, sequence: Sequence) -> tuple[float, float]:
-        """How many sequences, with how many prompt tokens, go before one that came now.
+        """How many sequences, with how many prompt tokens to compute, go before one that came now.
 
         Of other lines at its level, as much as their share is while its own line is served.
         """
         level, line = self._levels.get(sequence.level), _line_of(sequence)
         above = self._order[: bisect.bisect_left(self._order, sequence.level)]
         count = float(sum(self._levels[number].size for number in above))
-        tokens = float(sum(self._levels[number].tokens for number in above))
+        lines = (line for number in above for line in self._levels[number].queued.values())
+        tokens = float(sum(theirs for _, theirs in lines))
         if level is None:
             return count, tokens
-        own = level.queued.get(line, (0, 0))[1] + sequence.prompt_len
+        own = level.queued.get(line, (0, 0))[1] + sequence.to_compute
         for other, (waiting, theirs) in level.queued.items():
             served = own * self._share(other) / self._share(line)
-            part = 1.0 if other == line else min(1.0, served / theirs)
+            part = 1.0 if other == line else min(1.0, served / theirs)  # each has one at least
             count, tokens = count + part * waiting, tokens + part * theirs
         return count, tokens
 
@@ -249,12 +275,14 @@ class WaitingQueue:
         assert len({id(s) for s in waiting}) == len(waiting) == self._size, "counted twice or lost"
         assert self.tokens == sum(s.prompt_len for s in waiting), "tokens"
         assert self._order == sorted(self._levels), "levels"
+        assert self._crossed == sum(map(self._has_crossed, waiting)), "those above their class"
         for number, level in self._levels.items():
             members = level.live()
             assert all(s.level == number for s in members), "a level holds another's"
             counts = Counter(map(_line_of, members))
             assert {line: n for line, (n, _) in level.queued.items()} == counts, "counts of lines"
-            assert sum(t for _, t in level.queued.values()) == level.tokens, "tokens of lines"
+            to_compute = sum(s.to_compute for s in members)
+            assert sum(t for _, t in level.queued.values()) == to_compute, "tokens of lines"
             lines = [level.preempted, *level.lines.values()]
             lined = [s for line in lines for _, entry, s in line if s.entry == entry]
             assert {id(s) for s in lined} == {id(s) for s in members}, f"lines of level {number}"

@@ -14,6 +14,7 @@ from collections import deque
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from jaxinfer.expert_load import ExpertLoad
 from jaxinfer.load import Load, Percentiles, StepRecord
 from jaxinfer.request import (
     Abort,
@@ -104,6 +105,7 @@ class ScriptedEngine:
         self.cached = lambda request: 0
         self.records: deque[StepRecord] = deque()
         self.ttft, self.tpot = Percentiles(), Percentiles()
+        self.experts: ExpertLoad | None = None
         self._refusals: list[SequenceEvent] = []
 
     @property

@@ -43,16 +43,16 @@ def step(
     return program.lower(*plan.state[:3], packed(plan))
 
 
-def roll_pages(pools: Any, slots: Any, rows: Any, logits: Any) -> Any:
-    (k, v), *others = pools
-    return [(jnp.roll(k, 1, axis=0), v), *others], slots, rows, logits
+def roll_pages(pools: Any, *others: Any) -> Any:
+    (k, v), *layers = pools
+    return [(jnp.roll(k, 1, axis=0), v), *layers], *others
 
 
-def branch(pools: Any, slots: Any, rows: Any, logits: Any) -> Any:
+def branch(pools: Any, slots: Any, rows: Any, logits: Any, load: Any) -> Any:
     def smooth(x: Any) -> Any:  # branches without a loop are merged into a select
         return jax.lax.fori_loop(0, 9, lambda _, y: jnp.roll(y, 1, axis=1) * 0.5 + x, x)
 
-    return pools, slots, rows, jax.lax.cond(slots.done[0], smooth, jnp.tanh, logits)
+    return pools, slots, rows, jax.lax.cond(slots.done[0], smooth, jnp.tanh, logits), load
 
 
 def failures(plan: Plan, lowered: Any, compiled: Any = None, **changes: Any) -> dict[str, str]:

@@ -10,7 +10,7 @@ import pytest
 from tiny_checkpoint import write_gguf
 
 from jaxinfer.checkpoints import CheckpointError, load_model
-from jaxinfer.checkpoints.gguf_io import _CheckedReader
+from jaxinfer.checkpoints.gguf_reader import _CheckedReader
 
 ALIGNMENT = 32
 

@@ -162,8 +162,13 @@ def test_a_config_file_is_below_the_command_line_and_above_the_defaults(monkeypa
     engine = source.engine
     assert (engine.max_model_len, engine.max_num_seqs, engine.page_size) == (8000, 5, 64)
     assert source.names == ["a", "b"] and not engine.overlap
+    file.write_text("no-overlap: true\nno-prefix-cache: true\ndeterministic: true")
+    _, source = serve_options(monkeypatch, "--config", file, "--prefix-cache", "--no-deterministic")
+    engine = source.engine
+    assert (engine.overlap, engine.prefix_cache, engine.deterministic) == (False, True, False)
     for text, words_of_error in (
         ("max-num-seq: 4", "did you mean max-num-seqs?"),
+        ("no-overlap: 3", "no-overlap is 3; it is true or false"),
         ("swap-space: 4", "swap-space: use --kv-offload-gib"),
         ("- 4", "must hold options"),
         ("a: [", "cannot be read"),
@@ -265,6 +270,18 @@ def test_convert_and_inspect(tiny, tmp_path):
     assert run("inspect", tmp_path / "nothing").exit_code == 1
 
 
+def test_inspect_says_what_is_missing(tmp_path):
+    folder = hf_folder(tmp_path / "m")
+    (folder / "tokenizer.json").unlink()
+    facts = json.loads(run("inspect", folder, "--json").stdout)
+    assert facts["parameters"] > 0 and facts["tokenizer_size"] == 0
+    assert facts["missing"].startswith(f"{folder}/tokenizer.json: missing")
+    assert "missing" in run("inspect", folder).stdout
+    for command in (("convert", folder, tmp_path / "x"), ("generate", folder, "-p", "x")):
+        result = run(*command)
+        assert result.exit_code == 1 and "tokenizer.json: missing" in result.stderr
+
+
 # -- chat ----------------------------------------------------------------------------------------
 
 
@@ -312,6 +329,7 @@ def test_chat_without_a_server_and_beyond_its_length():
     with server_thread(ScriptedEngine(says("x"))) as address:  # 64 tokens
         done = in_process("chat", "--server", address, input="w" * 100 + "\n")
     assert done.returncode == 1 and "at most 63" in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("jaxinfer: ")
 
 
 def test_an_interrupted_answer_is_kept_and_an_error_leaves_no_trace(capsys, monkeypatch):

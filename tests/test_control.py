@@ -20,6 +20,7 @@ from serving import in_loop, opened, refused, serving, serving_model, until
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine_thread import EngineThread
+from jaxinfer.generation import SamplingDefaults
 from jaxinfer.load import Percentiles, StepRecord
 from jaxinfer.request import FinishReason
 from jaxinfer.text import TextProcessor
@@ -47,11 +48,13 @@ async def test_server_info_says_what_is_served_and_how():
         max_num_seqs=2, max_num_batched_tokens=77, dtype="bfloat16", prefix_cache=False,
         kv_offload_bytes=5, deterministic=True, tpot_target_ms=50, tensor_parallel_size=2,
     )  # fmt: skip
+    fields = {"temperature": 0.5, "top_k": 3, "stop": ("x",)}
+    sampling = SamplingDefaults(fields, max_length=40, not_honoured=("num_beams = 4",))
 
     def open_model():
         return OpenedModel(
             ["one", "two"],
-            TextProcessor(tokenizer, tokenizer.eos_ids, engine.limits),
+            TextProcessor(tokenizer, tokenizer.eos_ids, engine.limits, sampling),
             lambda on_events, on_stop: EngineThread(engine, on_events, on_stop),
             config,
             "mixed",
@@ -68,6 +71,10 @@ async def test_server_info_says_what_is_served_and_how():
         kv_capacity_tokens=64, kv_offload_bytes=5, prefix_cache=False, deterministic=True,
         determinism="fixed", preset="mixed", tpot_target_ms=50, max_queued_requests=4,
         max_queued_tokens=1000,
+        generation=pb.GenerationDefaults(
+            eos_token_ids=tokenizer.eos_ids, temperature=0.5, top_k=3, stop=["x"], max_length=40,
+            not_honoured=["num_beams = 4"],
+        ),
     )  # fmt: skip
     assert version()
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from demo_model import demo_path
+from safetensors.numpy import load_file, save_file
 from tiny_checkpoint import hf_folder, write_gguf
 
 from jaxinfer import demo
@@ -80,7 +81,7 @@ def test_destinations_that_exist_are_left_alone(tmp_path: Path) -> None:
 def test_an_interrupted_conversion_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(folder: Path) -> None:
+    def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(orbax_io, "_inventory", interrupt)
@@ -107,7 +108,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path: Path) -> None:
     script = """
         import os, sys
         from jaxinfer.checkpoints import convert, orbax_io
-        orbax_io._inventory = lambda folder: os._exit(9)  # arrays written, nothing after
+        orbax_io._inventory = lambda *_: os._exit(9)  # arrays written, nothing after
         convert(sys.argv[1], sys.argv[2])
     """
     run(script, str(source), str(tmp_path / "orbax"))
@@ -118,6 +119,41 @@ def test_a_killed_conversion_leaves_nothing_that_loads(tmp_path: Path) -> None:
             resolve_model(path)
     convert(source, tmp_path / "orbax")
     assert load_model(tmp_path / "orbax").dtype == "bfloat16"
+
+
+def test_peak_memory_of_a_conversion(tmp_path: Path) -> None:
+    """Parameter by parameter: far less than all of them, in a process of its own."""
+    script = """
+        import json, sys, psutil
+        from pathlib import Path
+        import orbax.checkpoint
+        from jaxinfer.checkpoints import convert, orbax_io
+        path, folder = Path(sys.argv[1]), Path(sys.argv[2])
+        convert(path, folder / "tiny")  # what is imported and allocated once
+        hf = json.loads((path / "config.json").read_text())
+        before = psutil.Process().memory_info().rss
+        convert(folder / "large", folder / "converted")
+        status = Path("/proc/self/status").read_text()
+        peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
+        sizes = [size for size, _ in orbax_io.read_manifest(folder / "converted").files.values()]
+        print(json.dumps([peak - before, sum(sizes), max(sizes)]))
+    """
+    source = hf_folder(tmp_path / "hf")
+    large = hf_folder(tmp_path / "large")
+    config = json.loads((large / "config.json").read_text())
+    layers, inner = 24, 65536
+    (large / "config.json").write_text(
+        json.dumps(config | {"num_hidden_layers": layers, "intermediate_size": inner})
+    )
+    held = {n: t for n, t in load_file(large / "model.safetensors").items() if ".layers." not in n}
+    one = {n: t for n, t in load_file(large / "model.safetensors").items() if ".layers.0." in n}
+    for projection, shape in {"gate": (inner, 32), "up": (inner, 32), "down": (32, inner)}.items():
+        one[f"model.layers.0.mlp.{projection}_proj.weight"] = np.ones(shape, np.float32)
+    for i in range(layers):
+        held |= {name.replace(".0.", f".{i}."): tensor for name, tensor in one.items()}
+    save_file(held, large / "model.safetensors")
+    peak, total, largest = json.loads(run(script, str(source), str(tmp_path)))
+    assert total > 250 << 20 and peak < 4 * largest + (32 << 20), (peak >> 20, total >> 20)
 
 
 def test_nan_is_never_written(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from jaxinfer.request import (
     FinishReason,
     QueueFullError,
     Request,
+    Scheduling,
     Submit,
 )
 from jaxinfer.scheduler import Scheduler
@@ -49,7 +50,7 @@ class GatedRunner(FakeRunner):
 class Front:
     """What stands before the thread: it keeps what the callbacks say, and who called."""
 
-    def __init__(self, num_slots: int = 4, **limits: int):
+    def __init__(self, num_slots: int = 4, **limits: float):
         engine_limits = EngineLimits(51, MAX_MODEL_LEN, num_slots, 256, 100, 10_000)
         engine_limits = dataclasses.replace(engine_limits, **limits)
         plan_limits = scheduler_limits(num_slots=num_slots, pages=(80,))
@@ -77,8 +78,10 @@ class Front:
         self.thread.stop()
         assert not self.thread._thread.is_alive()
 
-    def submit(self, name: str, prompt: int = 3, output: int = 5) -> Request:
-        request = Request(name, tuple(range(1, prompt + 1)), GREEDY, output, 0)
+    def submit(self, name: str, prompt: int = 3, output: int = 5, priority: int = 0) -> Request:
+        urgency = Scheduling(priority)
+        tokens = tuple(range(1, prompt + 1))
+        request = Request(name, tokens, GREEDY, output, 0, scheduling=urgency)
         self.thread.send(Submit(request))
         return request
 
@@ -145,6 +148,19 @@ def test_a_failing_device_ends_the_thread_and_says_why(caplog):
     assert front.thread.status == "failed", "stopping it afterwards hides nothing"
     assert front.stops == ["the engine failed: RuntimeError: the device was lost"]
     assert "the engine failed" in caplog.text
+
+
+def test_after_a_failure_nothing_runs_or_waits_and_no_page_is_used(caplog):
+    with Front() as front:
+        for i in range(30):
+            front.submit(f"r{i}", output=40)
+        front.until(lambda: front.batches)
+        front.runner.failure = RuntimeError("the device is lost")
+        front.until(lambda: front.stops)
+        load = front.engine.load()
+        assert (load.running, load.waiting, load.pages[2]) == (0, 0, 0)
+        assert load.counters.received == 30 == load.counters.finished + load.counters.aborted
+        assert front.thread.num_waiting == 0 and not front.thread.has_work
 
 
 def test_a_failing_reader_of_events_ends_the_thread_too():
@@ -215,6 +231,23 @@ def test_the_queue_is_bounded_by_requests():
         front.until(lambda: len(front.ends()) == 6)
     assert "too much" not in front.ends()
     assert front.engine.counters.received == 6
+
+
+def test_the_batch_class_leaves_places_in_the_queue():
+    with Front(max_queued_requests=8, batch_priority=1, interactive_reserve=0.25) as front:
+        front.runner.gate.clear()
+        for i in range(6):
+            front.submit(f"batch {i}", priority=1)
+        with pytest.raises(QueueFullError, match=r"6 requests of the batch class .* of 8 is 6"):
+            front.submit("batch 6", priority=1)
+        front.submit("urgent")
+        front.submit("urgent too")
+        with pytest.raises(QueueFullError, match="8 requests are waiting"):
+            front.submit("too much")
+        front.runner.gate.set()
+        front.until(lambda: len(front.ends()) == 8)
+        front.submit("batch 6", priority=1)
+        front.until(lambda: len(front.ends()) == 9)
 
 
 def test_the_queue_is_bounded_by_tokens_but_takes_any_single_request():

@@ -11,7 +11,7 @@ from jaxinfer_service.cli.serve import serve
 
 from jaxinfer import LLM, FinishReason, SamplingParams
 from jaxinfer.config import EngineConfig
-from jaxinfer.llm import _FLAGS
+from jaxinfer.llm_arguments import FLAGS
 from jaxinfer.presets import PRESETS
 from jaxinfer.request import RequestError
 
@@ -154,9 +154,9 @@ def test_an_unknown_option_is_named_with_what_was_meant(name, meant):
 
 def test_every_flag_of_the_command_line_is_an_option_or_leads_to_one():
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
-    assert set(_FLAGS.values()) <= fields and not set(_FLAGS) & fields
-    engine_flags = set(inspect.signature(serve).parameters) & (fields | set(_FLAGS))
-    assert {_FLAGS.get(flag, flag) for flag in engine_flags} >= fields
+    assert set(FLAGS.values()) <= fields and not set(FLAGS) & fields
+    engine_flags = set(inspect.signature(serve).parameters) & (fields | set(FLAGS))
+    assert {FLAGS.get(flag, flag) for flag in engine_flags} >= fields
 
 
 @pytest.mark.parametrize(

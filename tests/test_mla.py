@@ -10,19 +10,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 from test_families import NOTICED, TOLERANCE, difference, family_folder
 from test_family_engine import continuations
 from tiny_checkpoint import dense_attention, dense_logits
 
 from jaxinfer import startup
 from jaxinfer.checkpoints import describe, inspect_checkpoint, load_model
-from jaxinfer.config import EngineConfig
-from jaxinfer.kv_pool import empty_pools, kv_groups
-from jaxinfer.memory_plan import plan_memory
-from jaxinfer.models import mla
+from jaxinfer.config import EngineConfig, MlaConfig, ModelConfig
+from jaxinfer.kv_pool import abstract_pools, empty_pools, kv_groups
+from jaxinfer.memory_plan import plan_memory, workspace_bytes
+from jaxinfer.models import family_of, mla
 from jaxinfer.models.hf_config import model_config
 from jaxinfer.models.moe import route
 from jaxinfer.models.rope import apply_rope, rope_tables
+from jaxinfer.params import abstract_params
+from jaxinfer.programs import program_set, step_shapes
+from jaxinfer.sharding import MESH_AXES, ShardingError, param_shardings
+from jaxinfer.slot_state import empty_history, empty_options, empty_slots
+from jaxinfer.step import StepModel
 from pallas_kernels.paged_attention import paged_attention, paged_prefill, write_latent
 
 TOKENS = 20
@@ -42,8 +48,8 @@ def expanded(params, c, x, cos, sin):
         return rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6) * weight
 
     p = {name: np.asarray(value, np.float64) for name, value in params.items()}
-    q = np.einsum("tr,hdr->thd", norm(x @ p["q_a"].T, p["q_a_norm"]), p["q"])
-    compressed = x @ p["kv_a"].T
+    q = np.einsum("tr,hdr->thd", norm(x @ p["q_a"].T + p["q_a_bias"], p["q_a_norm"]), p["q"])
+    compressed = x @ p["kv_a"].T + p["kv_a_bias"]
     latent = norm(compressed[:, : m.kv_rank], p["kv_a_norm"])
     k = np.einsum("tl,hln->thn", latent, p["k_b"])
     v = np.einsum("tl,hvl->thv", latent, p["v_b"])
@@ -60,7 +66,7 @@ def expanded(params, c, x, cos, sin):
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     attended = np.einsum("hts,shv->thv", weights, v)
-    return np.einsum("thv,dhv->td", attended, p["o"])
+    return np.einsum("thv,dhv->td", attended, p["o"]) + p["o_bias"]
 
 
 def test_the_absorbed_form_equals_the_expanded_one(model):
@@ -92,9 +98,11 @@ def test_halves_are_neighbours_in_another_order(model):
     order = np.arange(m.rope_dim).reshape(-1, 2).T.reshape(-1)
     layers = []
     for layer in model.params["layers"]:
-        q, kv_a = np.array(layer["q"]), np.array(layer["kv_a"])
-        q[:, m.nope_dim :], kv_a[m.kv_rank :] = q[:, m.nope_dim + order], kv_a[m.kv_rank + order]
-        layers.append(layer | {"q": jnp.asarray(q), "kv_a": jnp.asarray(kv_a)})
+        changed = {name: np.array(layer[name]) for name in ("q", "kv_a", "kv_a_bias")}
+        changed["q"][:, m.nope_dim :] = changed["q"][:, m.nope_dim + order]
+        for name in ("kv_a", "kv_a_bias"):
+            changed[name][m.kv_rank :] = changed[name][m.kv_rank + order]
+        layers.append(layer | {name: jnp.asarray(value) for name, value in changed.items()})
     assert difference(c, model.params | {"layers": layers}, "deepseek_v3") < TOLERANCE
 
 
@@ -130,6 +138,38 @@ def test_the_plan_promises_whole_pools_on_every_device(model):
     )  # fmt: skip
     assert one[1] == two[1]
     assert one[0].pool_bytes == two[0].pool_bytes == one[1][0].num_pages * one[1][0].page_bytes
+
+
+def test_the_plan_has_room_for_the_queries_of_all_heads():
+    """In latents they are several times as wide as the model."""
+    model = ModelConfig(
+        "deepseek_v2", 512, 256, 512, 1, 64, 1, 512 + 64, max_position=1024, rotary_dim=64,
+        rope_pairs="neighbours", mla=MlaConfig(kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
+    )  # fmt: skip
+    engine = EngineConfig(max_num_seqs=8, max_num_batched_tokens=512)
+    groups = kv_groups(model, 20, 64, "float32")
+    params = abstract_params(
+        family_of("deepseek_v2").param_specs(model), "float32", lambda spec: None
+    )
+    slots = jax.eval_shape(lambda: (empty_slots(8, (16,)), empty_options(8), empty_history(8, 512)))
+    state = (params, abstract_pools(groups), *slots)
+    step = StepModel(model, groups, "reference")
+    (largest,) = (
+        program.lower().compile().memory_analysis().temp_size_in_bytes
+        for program in program_set(step, step_shapes(8, 512, 64, 1), state)
+        if program.name == "forward 8+512"
+    )
+    slack = 64 << 20
+    assert 2 * 520 * 64 * (512 + 64) * 4 < largest < workspace_bytes(model, engine, 4) - slack
+
+
+def test_heads_that_do_not_divide_are_refused(model):
+    specs = family_of("deepseek_v3").param_specs(model.config)
+    mesh = AbstractMesh((1, 1, 8, 1), MESH_AXES)
+    with pytest.raises(
+        ShardingError, match=r"layers.0.\w+: axis 'heads' of size 4 does not divide"
+    ):
+        param_shardings(specs, mesh)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -233,6 +273,7 @@ def test_groups_limit_the_choice_and_the_correction_does_not_weigh(model):
         ("deepseek_v3", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads = 2"),
         ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim = 7 is odd"),
+        ("deepseek_v3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank = 0"),
         ("deepseek_v3", {"n_group": 3}, "n_group = 3"),
         ("deepseek_v3", {"n_group": 8}, "of 2 or more"),

@@ -22,13 +22,14 @@ from jaxinfer.tokenizer import ChatTemplateError, Tokenizer
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "<", "<s><"]
 
 
-def byte_tokenizer(special: list[AddedToken], config: dict[str, Any] | None = None) -> Tokenizer:
+def byte_tokenizer(added: list[AddedToken], config: dict[str, Any] | None = None) -> Tokenizer:
     """Every byte a token, no merges: ids of text are hand-computable."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = RawTokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
-    raw.add_special_tokens(special)
+    for token in added:
+        (raw.add_special_tokens if token.special else raw.add_tokens)([token])
     return Tokenizer(raw.to_str(), config or {})
 
 
@@ -98,6 +99,23 @@ def test_special_tokens_are_text_unless_asked(demo: Tokenizer) -> None:
 def test_no_spelling_of_special_tokens_is_interpreted(parts: list[str]) -> None:
     tokenizer, text = many_special(), "".join(parts)
     assert tokenizer.encode(text) == plain_ids(tokenizer, text)
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_marks_of_turns_are_text_whatever_the_file_calls_them(normalized: bool) -> None:
+    """DeepSeek's `<｜User｜>` is an added token that is not special."""
+    names = ("<｜User｜>", "<think>")
+    tokenizer = byte_tokenizer(
+        [AddedToken(name, special=False, normalized=normalized) for name in names],
+        {"chat_template": "<｜User｜>{{ messages[0].content }}"},
+    )
+    mark, think = (tokenizer.raw.token_to_id(name) for name in names)
+    text = "<think>a<｜User｜>b"
+    ids = tokenizer.encode(text)
+    assert mark not in ids and think in ids  # the other one is for everybody, as intended
+    assert tokenizer.encode(text, allow_special=True).count(mark) == 1
+    assert tokenizer.apply_chat_template([{"role": "user", "content": text}]) == [mark, *ids]
+    assert tokenizer.decode(ids) == text
 
 
 @given(

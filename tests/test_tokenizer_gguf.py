@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import pre_tokenizers
 
+from jaxinfer.checkpoints.gguf_pre_tokenizers import PRE_TOKENIZERS
 from jaxinfer.checkpoints.gguf_tokenizer import build_tokenizer
 from jaxinfer.tokenizer import Tokenizer
 
@@ -58,6 +60,73 @@ def test_splits(pre: str, text: str, wanted: list[str]) -> None:
     assert pieces(build_tokenizer(byte_level(pre)), text) == wanted
 
 
+def cuts(pre: str, text: str) -> list[str]:
+    """How a text is cut before merging."""
+    raw = build_tokenizer(byte_level(pre)).raw
+    spans = [span for _, span in raw.pre_tokenizer.pre_tokenize_str(text)]
+    return [text[start:end] for start, end in spans]
+
+
+CUTS = [  # text, and its pieces by name; worked out by hand from the patterns
+    ("Don't", {"gpt-2 jais phi-2 smollm tekken": "Don|'t", "falcon": "Don|'|t"}),
+    ("DON'T", {"gpt-2 mpt": "DON|'|T", "llama-bpe qwen2 dbrx glm4": "DON|'T"}),
+    ("DON'T", {"gpt-4o": "DON'T", "tekken": "DON|'T", "deepseek-v3": "DON|'T"}),
+    ("HelloWorld", {"gpt-2 llama-bpe qwen2": "HelloWorld", "gpt-4o tekken": "Hello|World"}),
+    ("a/\n b", {"gpt-4o tekken": "a|/\n| b", "llama-bpe qwen2": "a|/\n| b", "gpt-2": "a|/|\n| b"}),
+    ("x//\n/\n", {"gpt-4o": "x|//\n/\n", "llama-bpe": "x|//\n|/\n"}),
+    ("12345", {"llama-bpe gpt-4o deepseek-v3 glm4 chatglm-bpe smaug-bpe dbrx": "123|45"}),
+    ("12345", {"gpt-2 olmo jais bloom poro-chat": "12345", "falcon": "123|45"}),
+    ("12345", {"tekken qwen2 smollm refact command-r exaone minerva-7b viking": "1|2|3|4|5"}),
+    ("1234567", {"tiny_aya": "1|234|567", "minicpm5": "123|456|7", "deepseek-llm": "1234567"}),
+    ("e = [x]", {"falcon": "e| |=| |[|x|]", "gpt-2": "e| =| [|x|]"}),
+    ("a,b  c", {"bloom gpt3-finnish poro-chat viking": "a|,|b| | c", "gpt-2": "a|,|b| | c"}),
+    ("\n\nx", {"deepseek-llm deepseek-coder": "\n|\n|x", "llama-bpe deepseek-v3": "\n\n|x"}),
+    ("東京x", {"deepseek-v3": "東京|x", "deepseek-llm": "東京|x", "llama-bpe gpt-2": "東京x"}),
+    ("東京です", {"deepseek-v3": "東京です"}),
+    (" naïve été", {"deepseek-coder gpt-2": " naïve| été", "deepseek-llm": " na|ï|ve| é|t|é"}),
+    ("(foo)", {"deepseek-v3 llama-bpe": "(foo|)", "gpt-2 deepseek-coder": "(|foo|)"}),
+    (" ,. a", {"deepseek-llm": " ,.| a", "deepseek-v3": " ,.| a"}),
+    ("कि", {"qwen35": "कि", "qwen2": "क|\u093f", "gpt-4o": "कि"}),
+    ("a     b", {"jais-2": "a|    | b", "llama-bpe": "a|    | b"}),
+    ("x!\n\n", {"seed-coder": "x|!|\n\n", "bailingmoe llada-moe": "x|!\n\n"}),
+    ("\n\n\n", {"bailingmoe": "\n\n\n", "qwen2": "\n\n\n"}),
+    ("it's", {"bailingmoe": "it|'s"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "wanted"),
+    [
+        (pre, text, wanted)
+        for text, by_name in CUTS
+        for names, wanted in by_name.items()
+        if wanted is not None
+        for pre in names.split()
+    ],
+)
+def test_cuts(pre: str, text: str, wanted: str) -> None:
+    assert "|".join(cuts(pre, text)) == wanted
+
+
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
+def test_cuts_lose_nothing(pre: str) -> None:
+    text = "Ünï's  코드 \r\n\t(x+=1)//\n\n 12345, I'LL 東京です 🙂 \u0301  "
+    tokenizer = build_tokenizer(byte_level(pre))
+    assert "".join(cuts(pre, text)) == text
+    composed = unicodedata.normalize("NFC", text)
+    assert tokenizer.decode(tokenizer.encode(text)) in (text, composed)
+
+
+@pytest.mark.parametrize(
+    ("pre", "begins"), [("llama-bpe", True), ("tekken", True), ("qwen2", False)]
+)
+def test_where_a_begin_token_is_usual(pre: str, begins: bool) -> None:
+    """Files of these kinds may leave `add_bos_token` out."""
+    assert (build_tokenizer(byte_level(pre, bos_token_id=0)).encode("a")[0] == 0) == begins
+    denied = build_tokenizer(byte_level(pre, bos_token_id=0, add_bos_token=False))
+    assert denied.encode("a")[0] != 0
+
+
 def test_qwen2_composes_characters_and_others_do_not() -> None:
     decomposed, composed = "e\u0301", "\u00e9"
     qwen2 = build_tokenizer(byte_level("qwen2"))
@@ -88,6 +157,38 @@ def test_special_and_user_defined_tokens() -> None:
 def test_eos_ids_are_all_that_end_an_output() -> None:
     tokenizer = build_tokenizer(byte_level("gpt-2", eot_token_id=5, eom_token_id=0))
     assert tokenizer.eos_ids == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("names", "eos"),
+    [
+        (["<|end|>"], (0, 1)),  # Phi: the file names the end of text alone
+        (["<|eot_id|>", "<|eom_id|>"], (0, 1, 2)),
+        (["<|end|>", "<|return|>", "<|call|>"], (0, 2, 3)),  # gpt-oss: <|end|> ends no turn
+        (["<|other|>"], (0,)),
+    ],
+)
+def test_ends_of_turns_that_the_file_does_not_name(names: list[str], eos: tuple[int, ...]) -> None:
+    metadata = byte_level("gpt-4o")
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    metadata["tokenizer.ggml.tokens"] = [tokens[0], *names, *tokens[1:]]
+    metadata["tokenizer.ggml.token_type"] = [types[0], *[3] * len(names), *types[1:]]
+    assert sorted(build_tokenizer(metadata).eos_ids) == list(eos)
+    metadata["tokenizer.ggml.token_type"] = [types[0], *[1] * len(names), *types[1:]]
+    tokenizer = build_tokenizer(metadata)  # the same where the file calls them ordinary
+    assert sorted(tokenizer.eos_ids) == list(eos)
+    if eos != (0,):
+        assert not {*eos} & {*tokenizer.encode(names[-1])}
+        assert {*eos} & {*tokenizer.encode(names[-1], allow_special=True)}
+    metadata["tokenizer.ggml.eot_token_id"] = 0
+    assert build_tokenizer(metadata).eos_ids == (0,)
+
+
+def test_templates_by_name() -> None:
+    templates = {"tokenizer.chat_template": "D", "tokenizer.chat_template.tool_use": "T"}
+    tokenizer = build_tokenizer(byte_level("gpt-2") | templates)
+    assert tokenizer.render_chat([]) == "D"
+    assert tokenizer.render_chat([], tools=[{}]) == "T"
 
 
 def sentencepiece(**changes: Any) -> dict[str, Any]:
@@ -123,8 +224,13 @@ def test_sentencepiece_without_a_leading_space() -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        (byte_level("gpt-4o"), r"tokenizer\.ggml\.pre = 'gpt-4o'.*known: gpt2"),
-        (byte_level("gpt-2", pre=None), r"tokenizer\.ggml\.pre = '\(absent\)'"),
+        (byte_level("kimi-k2"), r"tokenizer\.ggml\.pre = 'kimi-k2' is not.*known: .*llama-bpe"),
+        (byte_level("llama-bpe", model="t5"), r"tokenizer\.ggml\.model = 't5'"),
+        (
+            byte_level("gpt-2", pre=None),
+            r"tokenizer\.ggml\.pre = '\(absent\)' does not say.*convert",
+        ),
+        (byte_level("default"), r"tokenizer\.ggml\.pre = 'default' does not say"),
         (byte_level("gpt-2", model="bert"), r"tokenizer\.ggml\.model = 'bert'"),
         (byte_level("gpt-2", tokens=[]), r"tokenizer\.ggml\.tokens is missing or empty"),
         (byte_level("gpt-2", merges=None), r"tokenizer\.ggml\.merges is missing"),

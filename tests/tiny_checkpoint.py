@@ -109,7 +109,7 @@ def gguf_name(name: str) -> str:
 
 def rotate_rows(matrix: np.ndarray, heads: int) -> np.ndarray:
     """Query or key rows from halves to side-by-side pairs, as llama GGUF files store them."""
-    return matrix.reshape(heads, 2, -1, matrix.shape[1]).swapaxes(1, 2).reshape(matrix.shape)
+    return matrix.reshape(heads, 2, -1, *matrix.shape[1:]).swapaxes(1, 2).reshape(matrix.shape)
 
 
 def write_gguf(
@@ -134,7 +134,7 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
     writer.add_vocab_size(hf["vocab_size"])
     _add_rope(writer, hf["rope_parameters"])
-    _add_tokenizer(writer)
+    add_tokenizer(writer)
     for key, value in (metadata or {}).items():
         writer.kv_data[0].pop(key, None)
         if value is not None:
@@ -163,7 +163,7 @@ def _add_rope(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter) -> None:
     tokens = vocabulary()
     kind = gguf.TokenType
     writer.add_tokenizer_model("gpt2")
@@ -210,9 +210,14 @@ def dense_logits(config: ModelConfig, params: Any, tokens: np.ndarray) -> np.nda
 
 
 def dense_attention(
-    config: ModelConfig, window: int | None, q: jax.Array, k: jax.Array, v: jax.Array | None
+    config: ModelConfig,
+    window: int | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention of all tokens to all, with a model's scale, cap and window."""
+    """Causal attention of all tokens to all, with a model's scale, cap, window and sinks."""
     if v is None:
         v = k[..., : config.value_dim]
     position = np.arange(len(q))
@@ -222,5 +227,9 @@ def dense_attention(
     scores = jnp.einsum("tkgd,skd->kgts", q, k).astype(jnp.float32) * config.scale
     if config.attention_soft_cap is not None:
         scores = jnp.tanh(scores / config.attention_soft_cap) * config.attention_soft_cap
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if sinks is not None:
+        last = jnp.broadcast_to(sinks[:, :, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, last], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : len(k)].astype(v.dtype)
     return jnp.einsum("kgts,skd->tkgd", weights, v)

@@ -1,4 +1,4 @@
-"""`jaxinfer bench throughput | latency | steps`, and the commands of `cli_scheduling`.
+"""`jaxinfer bench throughput | latency | steps`, and commands of `cli_scheduling` and `loading`.
 
 `serve` is added where the transport is known.
 """
@@ -11,6 +11,7 @@ import typer
 
 from jaxinfer.bench import report
 from jaxinfer.bench.cli_scheduling import COMMANDS
+from jaxinfer.bench.loading import load
 from jaxinfer.bench.options import (
     Concurrency,
     DatasetName,
@@ -45,7 +46,8 @@ __all__ = [  # for commands that are added elsewhere
 ]
 
 app = typer.Typer(
-    no_args_is_help=True, help="Measure throughput, latency, steps, scheduling, and a server."
+    no_args_is_help=True,
+    help="Measure throughput, latency, steps, scheduling, loading, a server.",
 )
 
 
@@ -207,5 +209,5 @@ def _workload(
         raise typer.BadParameter(str(error)) from error
 
 
-for _command in COMMANDS:
+for _command in (*COMMANDS, load):
     app.command()(_command)

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.checkpoints import GenerationDefaults, LoadedModel
+from jaxinfer.checkpoints import LoadedModel
 from jaxinfer.config import LayerKind, ModelConfig
+from jaxinfer.generation import GenerationDefaults
 from jaxinfer.models import FAMILIES, llama
 from jaxinfer.models.base import Attend, Family, LayerContext
 from jaxinfer.params import Tree, init_params

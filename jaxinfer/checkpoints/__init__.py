@@ -3,12 +3,11 @@
 from jaxinfer.checkpoints.convert import convert
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.inspection import CheckpointInfo, describe, inspect_checkpoint
-from jaxinfer.checkpoints.load import GenerationDefaults, LoadedModel, load_model, resolve_model
+from jaxinfer.checkpoints.load import LoadedModel, load_model, resolve_model
 
 __all__ = [
     "CheckpointError",
     "CheckpointInfo",
-    "GenerationDefaults",
     "LoadedModel",
     "convert",
     "describe",

@@ -1,4 +1,4 @@
-"""Hugging Face folder or GGUF file → Orbax folder of ours."""
+"""Any checkpoint → Orbax folder of ours."""
 
 from __future__ import annotations
 
@@ -9,37 +9,50 @@ from jaxinfer.checkpoints import orbax_io
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.load import check_dtype, open_source, resolve_model
 from jaxinfer.checkpoints.source import Progress, load_params
-from jaxinfer.params import Tree, named_leaves
+from jaxinfer.generation import TextOptions
+from jaxinfer.models import family_of
+from jaxinfer.params import named_leaves, param_bytes
 
 
 def convert(
-    src: str | Path, dst: str | Path, dtype: str | None = None, progress: Progress | None = None
+    src: str | Path,
+    dst: str | Path,
+    dtype: str | None = None,
+    progress: Progress | None = None,
+    config_file: str | Path | None = None,
+    *,
+    text: TextOptions | None = None,
 ) -> Path:
-    """Convert a Hugging Face folder or GGUF file to our Orbax folder at `dst`, a new path.
+    """Convert any checkpoint to our Orbax folder at `dst`, a new path, parameter by parameter.
 
-    `dtype` None keeps the source's (quantised GGUF: float32). Raises CheckpointError.
+    `dtype` None keeps the source's (quantised GGUF: float32); `config_file` is the config.json of
+    an Orbax checkpoint of another project that has none beside it. A chat template in `text` takes
+    the place of the source's. Raises CheckpointError.
     """
     src, dst = resolve_model(src), Path(dst).expanduser()
     if orbax_io.is_orbax_folder(src):
         raise CheckpointError(f"{src} is an Orbax checkpoint already")
     if dst.exists():
         raise CheckpointError(f"{dst} exists already; remove it or choose another destination")
-    source = open_source(src)
+    source = open_source(src, config_file)
+    tokenizer = (text or TextOptions()).tokenizer(source.require_tokenizer())
     kind = check_dtype(dtype or source.dtype)
-    params = load_params(source, kind, lambda array, spec: array, progress)
-    _check_space(dst, params)
-    if progress:
-        progress("writing checkpoint", 0, 1)
-    orbax_io.save(dst, params, source.config, kind, source.tokenizer, source.description)
+    specs = family_of(source.config.family).param_specs(source.config)
+    _check_space(dst, param_bytes(specs, kind))
+    names = (name for name, _ in named_leaves(specs))  # in the order they are loaded
+    args = (source.config, kind, tokenizer, source.description)
+    with orbax_io.writing(dst, *args) as write:
+        load_params(source, kind, lambda array, spec: write(next(names), array), progress)
+        if progress:
+            progress("writing checkpoint", 0, 1)
     if progress:
         progress("writing checkpoint", 1, 1)
     return dst
 
 
-def _check_space(dst: Path, params: Tree) -> None:
+def _check_space(dst: Path, needed: int) -> None:
     """Say so before writing, rather than fail in the middle."""
     parent = next(p for p in dst.absolute().parents if p.exists())
-    needed = sum(array.nbytes for _, array in named_leaves(params))
     free = shutil.disk_usage(parent).free
     if needed > free:
         raise CheckpointError(f"{dst} needs {needed} bytes, {parent} has {free} free")

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from jaxinfer.checkpoints.safetensors_io import SafetensorsFiles
 
 FLOAT8, SCALE = "F8_E4M3", "_scale_inv"
+# What each byte means: looking it up takes less than half the time of a conversion.
+_MEANING = np.arange(256, dtype=np.uint8).view(jnp.dtype("float8_e4m3fn")).astype(np.float32)
 
 
 class Fp8Tensors:
@@ -61,9 +63,9 @@ class Fp8Tensors:
             file.seek(self._start(name))
             for i, first in enumerate(range(0, rows, height)):
                 part = out[first : first + height]
-                stored = np.fromfile(file, jnp.dtype("float8_e4m3fn"), part.size)
-                by_column = np.repeat(scales[i], width)[:columns]
-                np.multiply(stored.reshape(part.shape).astype(np.float32), by_column, out=part)
+                stored = np.fromfile(file, np.uint8, part.size).reshape(part.shape)
+                np.take(_MEANING, stored, out=part, mode="clip")  # "raise" would buffer it all
+                part *= np.repeat(scales[i], width)[:columns]
         return out
 
     def _start(self, name: str) -> int:

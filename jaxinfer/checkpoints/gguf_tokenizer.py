@@ -1,53 +1,51 @@
-"""The tokenizer a GGUF file carries in its metadata, as a tokenizer.json.
+"""The tokenizer a GGUF file carries in its metadata.
 
-`tokenizer.ggml.pre` names the pre-tokenizer. A wrong one gives plausible ids and a worse model, so
-only those whose splits are known exactly are built; others are refused by name.
+`tokenizer.ggml.pre` names how a byte-level vocabulary cuts a text. A wrong one gives plausible ids
+and a worse model, so only those known exactly are built (`gguf_pre_tokenizers`); others are refused
+by name.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import processors
 
+from jaxinfer.checkpoints.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from jaxinfer.sentencepiece_model import (
+    BPE,
+    BYTE,
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    Added,
+    SentencePieceModel,
+    new_model,
+)
 from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.tokenizer_files import (
+    TURN_ENDS,
+    TURN_MARKS,
+    add_tokens,
+    byte_level_bpe,
+    merge_of,
+    sentencepiece_model,
+    templates_entry,
+)
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # token_type
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = _WORDS + r"\p{N}{1,3}" + _REST
-_QWEN2 = _WORDS + r"\p{N}" + _REST
-
-
-def _byte_level(use_regex: bool) -> Any:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
-
-
-def _split_by(pattern: str) -> Any:
-    return pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated"), _byte_level(use_regex=False)]
-    )
-
-
-def _digits_apart() -> Any:
-    return pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), _byte_level(use_regex=True)]
-    )
-
-
-_PRE_TOKENIZERS = {
-    "gpt2": lambda: _byte_level(use_regex=True),
-    "gpt-2": lambda: _byte_level(use_regex=True),
-    "smollm": _digits_apart,
-    "starcoder": _digits_apart,
-    "llama-bpe": lambda: _split_by(_LLAMA3),
-    "llama3": lambda: _split_by(_LLAMA3),
-    "llama-v3": lambda: _split_by(_LLAMA3),
-    "qwen2": lambda: _split_by(_QWEN2),
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
+_SAMPLING = {  # GGUF's names of generation defaults, in generation_config.json's words
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
 }
-_WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3"}  # a word in the vocabulary is not merged
-_COMPOSED = {"qwen2"}  # text is put into Unicode NFC first
+_PREFIX = "general.sampling."
 
 
 def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
@@ -66,106 +64,125 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
         raise ValueError(
             f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
         )
+    if model == "llama":
+        metadata = _with_usual_ids(metadata, types)
+    config = _config(metadata, tokens)
+    generation = {
+        _SAMPLING.get(key.removeprefix(_PREFIX), key): value
+        for key, value in metadata.items()
+        if key.startswith(_PREFIX)
+    }
+    vocabulary: str | SentencePieceModel
     if model == "gpt2":
-        raw = _byte_level_bpe(metadata, tokens)
+        vocabulary = _byte_level(metadata, tokens)
     elif model == "llama":
-        raw = _sentencepiece_bpe(metadata, tokens)
+        vocabulary = _sentencepiece(metadata, tokens, config)
     else:
         raise ValueError(f"tokenizer.ggml.model = {model!r} is not supported (gpt2, llama)")
-    _add_added_tokens(raw, metadata, tokens)
-    _add_bos_eos(raw, metadata, tokens)
-    return Tokenizer(raw.to_str(), _config(metadata, tokens), _eos_ids(metadata, len(tokens)))
+    return Tokenizer(vocabulary, config, _eos_ids(metadata, tokens), generation)
 
 
-def _byte_level_bpe(metadata: dict[str, Any], tokens: list[str]) -> RawTokenizer:
-    pre = metadata.get("tokenizer.ggml.pre", "(absent)")
-    if pre not in _PRE_TOKENIZERS:
-        known = ", ".join(_PRE_TOKENIZERS)
-        raise ValueError(f"tokenizer.ggml.pre = {pre!r} is not supported; known: {known}")
+def _with_usual_ids(metadata: dict[str, Any], types: Sequence[int] | None) -> dict[str, Any]:
+    """Where a SentencePiece vocabulary's begin and end are not named, they are 1 and 2."""
+    usual = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
+    control = {key: i for key, i in usual.items() if types and list(types[i : i + 1]) == [CONTROL]}
+    return control | metadata
+
+
+def _byte_level(metadata: dict[str, Any], tokens: list[str]) -> str:
+    """A tokenizer.json of a vocabulary with merges."""
+    name = metadata.get("tokenizer.ggml.pre", "(absent)")
+    if name not in PRE_TOKENIZERS:
+        if name in ("(absent)", "default"):
+            raise ValueError(
+                f"tokenizer.ggml.pre = {name!r} does not say how the vocabulary cuts a text, which"
+                " would give a worse model; convert the original again with a current converter"
+            )
+        known = ", ".join(sorted(PRE_TOKENIZERS))
+        raise ValueError(f"tokenizer.ggml.pre = {name!r} is not supported; known: {known}")
+    pre = PRE_TOKENIZERS[name]
     merges = metadata.get("tokenizer.ggml.merges")
     if merges is None:
-        raise ValueError("tokenizer.ggml.merges is missing")
+        raise ValueError("tokenizer.ggml.merges is missing; a vocabulary without is not supported")
     vocab = {token: i for i, token in enumerate(tokens)}
-    pairs = [_pair(merge, vocab) for merge in merges]
-    raw = RawTokenizer(models.BPE(vocab, pairs, ignore_merges=pre in _WHOLE_WORDS_FIRST))
-    if pre in _COMPOSED:
-        raw.normalizer = normalizers.NFC()
-    raw.pre_tokenizer = _PRE_TOKENIZERS[pre]()
-    raw.decoder = decoders.ByteLevel()
-    return raw
+    try:
+        pairs = [merge_of(merge, vocab) for merge in merges]
+    except ValueError as error:
+        raise ValueError(f"tokenizer.ggml.merges: {error}") from error
+    raw = byte_level_bpe(
+        vocab, pairs, pre.splits, composed=pre.composed, whole_words=pre.whole_words
+    )
+    add_tokens(raw, _added(metadata, tokens))
+    _add_bos_eos(raw, metadata, tokens, pre)
+    return raw.to_str()
 
 
-def _pair(merge: str, vocab: dict[str, int]) -> tuple[str, str]:
-    left, space, right = merge.partition(" ")
-    if not space:
-        raise ValueError(f"tokenizer.ggml.merges: {merge!r} is not a pair")
-    if missing := [t for t in (left, right, left + right) if t not in vocab]:
-        raise ValueError(f"tokenizer.ggml.merges: {merge!r} needs missing tokens {missing}")
-    return left, right
-
-
-def _sentencepiece_bpe(metadata: dict[str, Any], tokens: list[str]) -> RawTokenizer:
-    """SentencePiece BPE keeps scores instead of merges: what makes a better piece comes first."""
+def _sentencepiece(
+    metadata: dict[str, Any], tokens: list[str], config: dict[str, Any]
+) -> SentencePieceModel:
+    """The SentencePiece model that the metadata was taken from, as far as it says."""
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
         raise ValueError("tokenizer.ggml.scores is missing or not as long as the tokens")
-    vocab = {token: i for i, token in enumerate(tokens)}
-    types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-    merges: list[tuple[str, str]] = []
-    for piece in sorted(
-        (t for t, kind in zip(tokens, types) if kind in (_NORMAL, _USER_DEFINED)),
-        key=lambda t: (-scores[vocab[t]], vocab[t]),
-    ):
-        pairs = [(piece[:n], piece[n:]) for n in range(1, len(piece))]
-        pairs = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
-        merges += sorted(pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     if not 0 <= unknown < len(tokens):
         raise ValueError(f"tokenizer.ggml.unknown_token_id = {unknown}, of {len(tokens)} tokens")
-    raw = RawTokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=merges,
-            unk_token=tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    steps = [normalizers.Prepend("▁")] if prefix else []
-    raw.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    ends = [decoders.Strip(" ", 1, 0)] if prefix else []
-    raw.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
-    )
-    return raw
+    types = metadata.get("tokenizer.ggml.token_type") or [
+        BYTE if _BYTE_PIECE.fullmatch(token) else NORMAL for token in tokens
+    ]
+    model = new_model()
+    for i, (token, score, kind) in enumerate(zip(tokens, scores, types)):
+        kind = UNKNOWN if i == unknown else CONTROL if kind == UNKNOWN else kind
+        model.pieces.add(piece=token, score=score, type=kind)
+    model.trainer_spec.model_type = BPE
+    model.trainer_spec.byte_fallback = BYTE in types
+    model.trainer_spec.unk_id = unknown
+    model.trainer_spec.unk_piece = tokens[unknown]
+    spec = model.normalizer_spec
+    spec.name = "identity"
+    spec.add_dummy_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    spec.remove_extra_whitespaces = metadata.get("tokenizer.ggml.remove_extra_whitespaces", False)
+    charsmap = metadata.get("tokenizer.ggml.precompiled_charsmap", ())
+    spec.precompiled_charsmap = bytes(byte & 0xFF for byte in charsmap)
+    wanted = _around(metadata, tokens, bos=True)
+    config |= {f"add_{name}_token": name in wanted for name in ("bos", "eos")}
+    config["legacy"] = True  # the space before a text comes after every special token, as there
+    return sentencepiece_model(model.SerializeToString(), config)
 
 
-def _add_added_tokens(raw: RawTokenizer, metadata: dict[str, Any], tokens: list[str]) -> None:
-    """Control tokens are special; user-defined ones are found in any text, as intended."""
+def _added(metadata: dict[str, Any], tokens: list[str]) -> list[Added]:
+    """Control tokens are special, and so are those that mark turns, whatever the file calls them;
+    other user-defined ones are found in any text, as intended."""
     types = metadata.get("tokenizer.ggml.token_type") or []
-    for token, kind in zip(tokens, types):
-        if kind in (_CONTROL, _UNKNOWN):
-            raw.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif kind == _USER_DEFINED:
-            raw.add_tokens([AddedToken(token, special=False, normalized=False)])
+    return [
+        Added(i, token, special=kind != USER_DEFINED or token in TURN_MARKS)
+        for i, (token, kind) in enumerate(zip(tokens, types))
+        if kind in (CONTROL, UNKNOWN, USER_DEFINED) or token in TURN_MARKS
+    ]
 
 
-def _add_bos_eos(raw: RawTokenizer, metadata: dict[str, Any], tokens: list[str]) -> None:
-    """What the model expects around a prompt. SentencePiece models have a BOS unless denied."""
-    sentencepiece = metadata["tokenizer.ggml.model"] == "llama"
-    around = {
-        "bos": metadata.get("tokenizer.ggml.add_bos_token", sentencepiece),
-        "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
-    }
+def _around(metadata: dict[str, Any], tokens: list[str], bos: bool) -> dict[str, int]:
+    """The begin and end tokens that go around a text; `bos` where the file does not say."""
+    around = {"bos": bos, "eos": False}
     wanted: dict[str, int] = {}
-    for name in (name for name, on in around.items() if on):
+    for name, default in around.items():
+        stated = metadata.get(f"tokenizer.ggml.add_{name}_token")
         i = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if i is None or not 0 <= i < len(tokens):
-            raise ValueError(f"tokenizer.ggml.{name}_token_id = {i}, with {len(tokens)} tokens")
-        wanted[name] = i
-    if wanted:
-        bos, eos = ([tokens[wanted[name]]] if name in wanted else [] for name in around)
+        if stated is None and i is None:
+            continue  # there is none to add
+        if default if stated is None else stated:
+            if i is None or not 0 <= i < len(tokens):
+                raise ValueError(f"tokenizer.ggml.{name}_token_id = {i}, with {len(tokens)} tokens")
+            wanted[name] = i
+    return wanted
+
+
+def _add_bos_eos(
+    raw: RawTokenizer, metadata: dict[str, Any], tokens: list[str], pre: PreTokenizer
+) -> None:
+    """What the model expects around a prompt."""
+    if wanted := _around(metadata, tokens, pre.bos):
+        bos, eos = ([tokens[wanted[n]]] if n in wanted else [] for n in ("bos", "eos"))
         raw.post_processor = processors.TemplateProcessing(
             single=[*bos, "$A", *eos],
             special_tokens=[(tokens[i], i) for i in wanted.values()],
@@ -180,16 +197,31 @@ def _config(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
         i = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if i is not None and 0 <= i < len(tokens):
             config[f"{name}_token"] = tokens[i]
-    if template := metadata.get("tokenizer.chat_template"):
-        config["chat_template"] = template
+    prefix = "tokenizer.chat_template"
+    templates = {
+        key.removeprefix(prefix).lstrip(".") or "default": source
+        for key, source in metadata.items()
+        if key == prefix or key.startswith(f"{prefix}.")
+    }
+    if templates:
+        config["chat_template"] = templates_entry(templates)
     return config
 
 
-def _eos_ids(metadata: dict[str, Any], count: int) -> tuple[int, ...]:
-    """End of text, end of turn and end of message, those that the file has."""
-    stated = (metadata.get(f"tokenizer.ggml.{k}_token_id") for k in ("eos", "eot", "eom"))
-    ids = tuple(i for i in stated if i is not None)
+def _eos_ids(metadata: dict[str, Any], tokens: list[str]) -> tuple[int, ...]:
+    """End of text, end of turn and end of message: those that the file names, and where it names
+    no end of turn, those that the vocabulary has under a usual name."""
+    stated = [metadata.get(f"tokenizer.ggml.{k}_token_id") for k in ("eos", "eot", "eom")]
+    ids = [i for i in stated if i is not None]
     for i in ids:
-        if not 0 <= i < count:
-            raise ValueError(f"tokenizer.ggml: EOS id {i} is outside of the {count} tokens")
-    return ids
+        if not 0 <= i < len(tokens):
+            raise ValueError(f"tokenizer.ggml: EOS id {i} is outside of the {len(tokens)} tokens")
+    if stated[1] is None:
+        ids_of = {token: i for i, token in enumerate(tokens)}
+        ends = [name for name in TURN_ENDS if name in ids_of]
+        if (
+            "<|return|>" in ends and "<|call|>" in ends
+        ):  # there <|end|> is the end of a message only
+            ends = [name for name in ends if name != "<|end|>"]
+        ids += [ids_of[name] for name in ends]
+    return tuple(dict.fromkeys(ids))

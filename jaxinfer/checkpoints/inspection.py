@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from rich.table import Table
 
 from jaxinfer.checkpoints import orbax_io
+from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.load import open_model_folder, open_source, resolve_model
 from jaxinfer.checkpoints.source import check_inventory
 from jaxinfer.config import ModelConfig, RopeConfig
+from jaxinfer.generation import sampling_defaults
 from jaxinfer.kv_pool import kv_groups
 from jaxinfer.models import family_of
 from jaxinfer.params import named_leaves, param_bytes
@@ -35,6 +37,8 @@ class CheckpointInfo:
         stored: dtype as stored -> bytes of the tensors stored so.
         dtype: what it is served in unless told otherwise.
         eos_ids / tokenizer_size / chat_template: of the tokenizer.
+        generation: defaults of requests, and what is stated but not honoured, in words.
+        missing: what it lacks for being served, "" when nothing.
     """
 
     description: str
@@ -45,6 +49,8 @@ class CheckpointInfo:
     tokenizer_size: int
     eos_ids: tuple[int, ...]
     chat_template: bool
+    generation: str
+    missing: str = ""
 
     @property
     def stored_bytes(self) -> int:
@@ -73,26 +79,30 @@ class CheckpointInfo:
         }
 
 
-def inspect_checkpoint(path: str | Path) -> CheckpointInfo:
-    """The facts of any checkpoint `load_model` takes.
+def inspect_checkpoint(path: str | Path, config_file: str | Path | None = None) -> CheckpointInfo:
+    """The facts of any checkpoint `load_model` takes; `config_file` as in `convert`.
 
-    Raises CheckpointError when headers show that it could not be loaded.
+    Raises CheckpointError when headers show that it could not be loaded, but for a tokenizer that
+    is missing: the rest is of interest without.
     """
     path = resolve_model(path)
     stored: dict[str, int] = {}
     if orbax_io.is_orbax_folder(path):
+        if config_file is not None:
+            raise CheckpointError(f"{path} has a config of its own; leave out {config_file}")
         manifest, tokenizer = open_model_folder(path)
         orbax_io.check(path, manifest)
         for shape, kind in manifest.tensors.values():
             stored[kind] = stored.get(kind, 0) + math.prod(shape) * jnp.dtype(kind).itemsize
         description = f"Orbax checkpoint {path}, from {manifest.source}"
         return _info(description, manifest.config, stored, manifest.dtype, tokenizer)
-    source = open_source(path)
+    source = open_source(path, config_file)
     check_inventory(source)
     for name in source.tensors.shapes:
         kind, size = source.tensors.storage(name)
         stored[kind] = stored.get(kind, 0) + size
-    return _info(source.description, source.config, stored, source.dtype, source.tokenizer)
+    info = _info(source.description, source.config, stored, source.dtype, source.tokenizer)
+    return dataclasses.replace(info, missing=source.no_tokenizer)
 
 
 def _info(
@@ -100,7 +110,7 @@ def _info(
     config: ModelConfig,
     stored: dict[str, int],
     dtype: str,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
 ) -> CheckpointInfo:
     specs = family_of(config.family).param_specs(config)
     return CheckpointInfo(
@@ -109,10 +119,20 @@ def _info(
         parameters=sum(math.prod(spec.shape) for _, spec in named_leaves(specs)),
         stored=stored,
         dtype=dtype,
-        tokenizer_size=tokenizer.vocab_size,
-        eos_ids=tokenizer.eos_ids,
-        chat_template=tokenizer.has_chat_template,
+        tokenizer_size=tokenizer.vocab_size if tokenizer else 0,
+        eos_ids=tokenizer.eos_ids if tokenizer else (),
+        chat_template=tokenizer is not None and tokenizer.has_chat_template,
+        generation=_generation(tokenizer) if tokenizer else "none",
     )
+
+
+def _generation(tokenizer: Tokenizer) -> str:
+    try:
+        defaults = sampling_defaults(tokenizer.generation)
+    except ValueError as error:
+        return f"unusable: {error}"
+    ignored = ", ".join(defaults.not_honoured)
+    return defaults.describe() + (f"; not honoured: {ignored}" if ignored else "")
 
 
 def describe(info: CheckpointInfo, device_gib: float | None = None) -> Table:
@@ -139,7 +159,10 @@ def describe(info: CheckpointInfo, device_gib: float | None = None) -> Table:
         ("vocabulary", f"{c.vocab_size:,} embeddings, {info.tokenizer_size:,} tokens"),
         ("EOS ids", ", ".join(map(str, info.eos_ids)) or "none"),
         ("chat template", "yes" if info.chat_template else "no"),
+        ("sampling defaults", info.generation),
     ]
+    if info.missing:
+        rows.append(("missing", info.missing))
     for row in rows:
         table.add_row(*row)
     if device_gib is not None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxinfer.checkpoints import orbax_io
 from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.foreign_orbax import find_tree, open_foreign
 from jaxinfer.checkpoints.gguf_io import open_gguf
 from jaxinfer.checkpoints.safetensors_io import open_huggingface
 from jaxinfer.checkpoints.source import (
@@ -24,15 +25,9 @@ from jaxinfer.checkpoints.source import (
     non_finite,
 )
 from jaxinfer.config import DTYPES, ModelConfig
+from jaxinfer.generation import GenerationDefaults, TextOptions
 from jaxinfer.params import ParamSpec, Tree, named_leaves
 from jaxinfer.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """What the checkpoint says about generating: the ids that end an output."""
-
-    eos_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +48,7 @@ def resolve_model(name_or_path: str | Path) -> Path:
     `demo` is not a path: `jaxinfer.demo.demo_checkpoint` provides it.
     """
     path = Path(name_or_path).expanduser()
-    kinds = "an Orbax folder of ours, a Hugging Face folder, a .gguf file, or `demo`"
+    kinds = "an Orbax folder, a Hugging Face folder, a .gguf file, or `demo`"
     if not path.exists():
         hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name_or_path))
         hint = f"; from the Hugging Face Hub: hf download {path} --local-dir FOLDER" if hub else ""
@@ -62,19 +57,35 @@ def resolve_model(name_or_path: str | Path) -> Path:
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path} is a file but no .gguf file; MODEL is {kinds}")
         return path
-    if orbax_io.is_orbax_folder(path) or (path / "config.json").is_file():
+    if orbax_io.is_unfinished(path):
+        raise CheckpointError(
+            f"{path} lacks {orbax_io.MANIFEST}: a conversion that was not finished, or damaged; "
+            "convert the original again"
+        )
+    if orbax_io.is_orbax_folder(path) or (path / "config.json").is_file() or find_tree(path):
         return path
     found = sorted(path.glob("*.gguf"))
     hint = f"; did you mean {found[0]}?" if found else ""
     raise CheckpointError(
-        f"{path} holds neither {orbax_io.MANIFEST} nor config.json{hint}; MODEL is {kinds}"
+        f"{path} holds neither {orbax_io.MANIFEST} nor config.json nor an Orbax tree{hint}; "
+        f"MODEL is {kinds}"
     )
 
 
-def open_source(path: Path) -> Source:
-    """A Hugging Face folder or a GGUF file, opened. Raises CheckpointError."""
-    source = open_gguf(path) if path.is_file() else open_huggingface(path)
-    check_vocabulary(source.description, source.config, source.tokenizer)
+def open_source(path: Path, config_file: str | Path | None = None) -> Source:
+    """A Hugging Face folder, a GGUF file or another project's Orbax checkpoint, opened.
+
+    `config_file` is the config.json of the latter, if none lies beside it. Raises CheckpointError.
+    """
+    foreign = path.is_dir() and not any(path.glob("*.safetensors")) and find_tree(path) is not None
+    if config_file is not None and not foreign:
+        raise CheckpointError(f"{path} has a config of its own; leave out {config_file}")
+    if foreign:
+        source = open_foreign(path, None if config_file is None else Path(config_file).expanduser())
+    else:
+        source = open_gguf(path) if path.is_file() else open_huggingface(path)
+    if source.tokenizer is not None:
+        check_vocabulary(source.description, source.config, source.tokenizer)
     return source
 
 
@@ -84,9 +95,11 @@ def load_model(
     dtype: str | None = None,
     sharding_of: Callable[[ParamSpec], Any] | None = None,
     progress: Progress | None = None,
+    text: TextOptions | None = None,
 ) -> LoadedModel:
     """Load a checkpoint of any known kind (`resolve_model`), or raise CheckpointError.
 
+    `text` is what takes the place of the checkpoint's own chat template and generation defaults.
     `dtype` is what weights and activations are in (None: as stored; quantised GGUF: float32).
     `sharding_of` says where each parameter lies (None: all on the first device).
     """
@@ -95,13 +108,24 @@ def load_model(
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         sharding_of = lambda spec: sharding  # noqa: E731
     if orbax_io.is_orbax_folder(path):
-        return _load_orbax(path, dtype, sharding_of, progress)
+        return _load_orbax(path, dtype, sharding_of, progress, text or TextOptions())
     source = open_source(path)
+    tokenizer, generation = _text_of(path, source.require_tokenizer(), text or TextOptions())
     kind = check_dtype(dtype or source.dtype)
     params = load_params(
         source, kind, lambda array, spec: jax.device_put(array, sharding_of(spec)), progress
     )
-    return _loaded(source.config, params, source.tokenizer, kind, source.description)
+    return LoadedModel(source.config, params, tokenizer, generation, kind, source.description)
+
+
+def _text_of(
+    path: Path, tokenizer: Tokenizer, text: TextOptions
+) -> tuple[Tokenizer, GenerationDefaults]:
+    """What is said about chats and generating, checked before any parameter is read."""
+    try:
+        return text.tokenizer(tokenizer), text.defaults(tokenizer)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def open_model_folder(path: Path) -> tuple[orbax_io.Manifest, Tokenizer]:
@@ -120,8 +144,10 @@ def _load_orbax(
     dtype: str | None,
     sharding_of: Callable[[ParamSpec], Any],
     progress: Progress | None,
+    text: TextOptions,
 ) -> LoadedModel:
     manifest, tokenizer = open_model_folder(path)
+    tokenizer, generation = _text_of(path, tokenizer, text)
     kind = check_dtype(dtype or manifest.dtype)
     if progress:
         progress("restoring parameters", 0, 1)
@@ -132,7 +158,8 @@ def _load_orbax(
                 raise CheckpointError(f"{path}: {name}: has values too large for {kind}")
     if progress:
         progress("restoring parameters", 1, 1)
-    return _loaded(manifest.config, params, tokenizer, kind, f"Orbax checkpoint {path}")
+    description = f"Orbax checkpoint {path}"
+    return LoadedModel(manifest.config, params, tokenizer, generation, kind, description)
 
 
 def _all_finite(array: jax.Array) -> bool:
@@ -140,13 +167,6 @@ def _all_finite(array: jax.Array) -> bool:
     if all(device.platform == "cpu" for device in array.devices()):
         return all(non_finite(np.asarray(s.data)) == 0 for s in array.addressable_shards)
     return bool(jnp.isfinite(jnp.sum(array, dtype=jnp.float32)))  # sums keep NaN and Inf
-
-
-def _loaded(
-    config: ModelConfig, params: Tree, tokenizer: Tokenizer, dtype: str, description: str
-) -> LoadedModel:
-    defaults = GenerationDefaults(tokenizer.eos_ids)
-    return LoadedModel(config, params, tokenizer, defaults, dtype, description)
 
 
 def check_dtype(dtype: str) -> str:

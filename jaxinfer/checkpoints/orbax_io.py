@@ -6,21 +6,18 @@
 
 The folder is written under another name and renamed when complete, so an interrupted conversion
 never leaves one that loads. Arrays are stored uncompressed and in files of their own: restoring is
-then little more than reading. A zarr reader takes an absent file for zeros and cannot see a flipped
-bit, so `jaxinfer.json` lists every file with its size and checksum, and restoring checks them.
+then little more than reading (`array_files.py`). A zarr reader takes an absent file for zeros and
+cannot see a flipped bit, so `jaxinfer.json` lists every file with its size and checksum.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
-import os
 import shutil
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Set
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxinfer.checkpoints.array_files import read_arrays, write_array
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.source import non_finite, summarise
 from jaxinfer.config import ModelConfig
@@ -38,8 +36,6 @@ from jaxinfer.params import ParamSpec, Tree, map_named_specs, map_specs, named_l
 from jaxinfer.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
-_IN_FLIGHT = 32 << 20  # bytes read at once; a larger parameter is read alone
-_SMALL = 1 << 16  # bytes; files up to this size are checked before any is used
 MANIFEST, PARAMS, TOKENIZER = "jaxinfer.json", "params", "tokenizer"
 
 
@@ -65,34 +61,55 @@ def is_orbax_folder(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
+def is_unfinished(path: Path) -> bool:
+    """Whether a folder is what a conversion that was killed leaves, or lost its manifest."""
+    return not is_orbax_folder(path) and all((path / n).is_dir() for n in (PARAMS, TOKENIZER))
+
+
 def save(
     path: Path, params: Tree, config: ModelConfig, dtype: str, tokenizer: Tokenizer, source: str
 ) -> None:
-    """Write a checkpoint folder at `path`, which appears only when it is complete.
+    """Write a checkpoint folder at `path` of parameters that are in memory (see `writing`)."""
+    with writing(path, config, dtype, tokenizer, source) as write:
+        for name, array in named_leaves(params):
+            write(name, np.asarray(array))
 
-    `params` may hold NumPy or JAX arrays. Raises CheckpointError when `path` exists, and for NaN
-    or Inf values: with the checksums, that makes looking for them at every restore needless.
+
+@contextmanager
+def writing(
+    path: Path, config: ModelConfig, dtype: str, tokenizer: Tokenizer, source: str
+) -> Iterator[Callable[[str, np.ndarray], None]]:
+    """A function that writes one parameter of a checkpoint folder at `path`.
+
+    The folder appears when all are written and the context ends well. Raises CheckpointError when
+    `path` exists, and for NaN or Inf values: with the checksums, that makes looking for them at
+    every restore needless.
     """
     if path.exists():
         raise CheckpointError(f"{path} exists already; remove it or choose another destination")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
-    tensors = {}
-    for name, array in named_leaves(params):
-        if bad := non_finite(np.asarray(array)):
+    tensors: dict[str, Any] = {}
+    files: dict[str, list[int]] = {}
+
+    def write(name: str, array: np.ndarray) -> None:
+        if bad := non_finite(array):
             raise CheckpointError(f"{name}: {bad} of {array.size} values are NaN or Inf")
         tensors[name] = [list(array.shape), array.dtype.name]
+        files.update(write_array(partial / PARAMS, name, array))
+
     try:
         tokenizer.save(partial / TOKENIZER)
-        with _without_warnings():
-            _checkpointer().save((partial / PARAMS).absolute(), _save_args(params))
+        specs = family_of(config.family).param_specs(config)
+        _save_skeleton(partial / PARAMS, specs, dtype)
+        yield write
         manifest = {
             "format_version": FORMAT_VERSION,
             "config": config.to_json(),
             "dtype": dtype,
             "source": source,
             "tensors": tensors,
-            "files": _inventory(partial / PARAMS),
+            "files": files | _inventory(partial / PARAMS, files),
         }
         (partial / MANIFEST).write_text(json.dumps(manifest), "utf-8")
         partial.rename(path)
@@ -132,57 +149,24 @@ def read_manifest(path: Path) -> Manifest:
 def restore(
     path: Path, manifest: Manifest, dtype: str, sharding_of: Callable[[ParamSpec], Any]
 ) -> Tree:
-    """The parameters in `dtype`, each shard read straight to where it belongs.
+    """The parameters in `dtype`, each byte read once and its shards put where they belong.
 
-    Besides the parameters, memory holds what is in flight: at most the largest of them, as it is
-    read and as it is placed. Raises CheckpointError naming the tensors or files that are missing,
-    extra, misshapen, cut short or changed.
+    Besides the parameters, memory holds what is in flight: at most the largest of them. Raises
+    CheckpointError naming the tensors or files that are missing, extra, misshapen, cut short or
+    changed.
     """
     check(path, manifest)
     specs = family_of(manifest.config.family).param_specs(manifest.config)
-    folder = (path / PARAMS).absolute()
-    batches = _batches(manifest, specs, dtype, sharding_of)
-    params = map_specs(lambda _: ..., specs)
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
-        # Metadata first, so that nothing is read as it should not be; arrays while they are read.
-        by_size = sorted(manifest.files.items(), key=lambda item: item[1][0])
-        checks = [pool.submit(_check_file, folder, *item) for item in by_size]
-        small = sum(size <= _SMALL for _, (size, _) in by_size)
-        _raise_problems(path, [check.result() for check in checks[:small]])
-        try:
-            for limit, arguments in batches:
-                part = _checkpointer(limit).restore(folder, arguments)
-                params = jax.tree.map(lambda old, new: old if new is ... else new, params, part)
-        except Exception as error:  # Orbax and TensorStore raise many kinds
-            raise CheckpointError(f"{folder} cannot be restored: {error}") from error
-        _raise_problems(path, [check.result() for check in checks[small:]])
-    return params
+    spec_of = dict(named_leaves(specs))
 
+    def place(name: str, array: np.ndarray) -> jax.Array:
+        spec = spec_of[name]
+        placed = jax.device_put(array, sharding_of(spec))
+        kind = spec.resolve_dtype(dtype)
+        return placed if placed.dtype == kind else placed.astype(kind)
 
-def _batches(
-    manifest: Manifest, specs: Tree, dtype: str, sharding_of: Callable[[ParamSpec], Any]
-) -> list[tuple[int, Any]]:
-    """(bytes in flight, Orbax arguments): the large parameters first, then the others.
-
-    A large one waits until its bytes are free. Last, that would be when memory is fullest.
-    """
-    stored = {name: np.dtype(kind).itemsize for name, (_, kind) in manifest.tensors.items()}
-    sizes = {  # as stored or as restored, whichever is wider
-        name: math.prod(spec.shape) * max(stored[name], spec.resolve_dtype(dtype).itemsize)
-        for name, spec in named_leaves(specs)
-    }
-    large = {name for name, size in sizes.items() if size > _IN_FLIGHT}
-    groups = [(large, max(sizes.values())), (sizes.keys() - large, _IN_FLIGHT)]
-    return [
-        (limit + 1, _restore_args(specs, group, dtype, sharding_of))
-        for group, limit in groups
-        if group
-    ]
-
-
-def _raise_problems(path: Path, problems: list[str | None]) -> None:
-    if found := [problem for problem in problems if problem]:
-        raise CheckpointError(summarise(str(path), found))
+    arrays = read_arrays(path / PARAMS, manifest.files, manifest.tensors, place)
+    return map_named_specs(lambda name, _: arrays[name], specs)
 
 
 def is_current(path: Path) -> bool:
@@ -224,18 +208,6 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
         raise CheckpointError(summarise(str(folder.parent), problems))
 
 
-def _check_file(folder: Path, name: str, expected: tuple[int, int]) -> str | None:
-    """What is wrong with a file, None when it is as it was written."""
-    try:
-        crc = _crc32(folder / name)
-    except OSError as error:
-        return f"{PARAMS}/{name}: {error.strerror}"
-    if crc != expected[1]:
-        was = f"CRC-32 {expected[1]:08x}, found {crc:08x}"
-        return f"{PARAMS}/{name}: changed since it was written (expected {was})"
-    return None
-
-
 def _crc32(path: Path) -> int:
     crc = 0
     buffer = memoryview(bytearray(1 << 20))
@@ -245,62 +217,23 @@ def _crc32(path: Path) -> int:
     return crc
 
 
-def _inventory(folder: Path) -> dict[str, list[int]]:
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    return {str(p.relative_to(folder)): [p.stat().st_size, _crc32(p)] for p in files}
+def _inventory(folder: Path, known: Collection[str] = ()) -> dict[str, list[int]]:
+    """Size and CRC-32 of every file that is not known yet."""
+    paths = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {n: [p.stat().st_size, _crc32(p)] for n, p in paths.items() if n not in known}
 
 
-# Orbax takes a while to import, so only those who save or restore do.
+def _save_skeleton(folder: Path, specs: Tree, dtype: str) -> None:
+    """Let Orbax write the tree, with one value for each array: they are then written one by one,
+    and Orbax's own metadata of a NumPy array has no shape."""
+    import orbax.checkpoint as ocp  # takes a while, so only those who save wait for it
 
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Orbax warns of each save that it has no OCDBT files to merge: we write none."""
+    ones = map_specs(lambda s: np.zeros((1,) * len(s.shape), s.resolve_dtype(dtype)), specs)
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
     logger = logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(logging.ERROR)  # it warns that it has no OCDBT files to merge: we write none
     try:
-        yield
+        ocp.Checkpointer(handler).save(folder.absolute(), ocp.args.PyTreeSave(ones))
     finally:
         logger.setLevel(level)
-
-
-def _checkpointer(restore_bytes: int | None = None) -> Any:
-    import orbax.checkpoint as ocp
-
-    handler = ocp.PyTreeCheckpointHandler(
-        use_ocdbt=False,
-        use_compression=False,
-        restore_concurrent_gb=restore_bytes and restore_bytes / 1e9,
-    )
-    return ocp.Checkpointer(handler)
-
-
-def _save_args(params: Tree) -> Any:
-    import orbax.checkpoint as ocp
-
-    return ocp.args.PyTreeSave(params)
-
-
-def _restore_args(
-    specs: Tree, names: Set[str], dtype: str, sharding_of: Callable[[ParamSpec], Any]
-) -> Any:
-    """Orbax arguments that restore the named parameters and leave `...` for the others."""
-    import orbax.checkpoint as ocp
-
-    def item(name: str, spec: ParamSpec) -> Any:
-        if name not in names:
-            return ocp.PLACEHOLDER
-        return jax.ShapeDtypeStruct(spec.shape, spec.resolve_dtype(dtype))
-
-    def arguments(spec: ParamSpec) -> Any:
-        return ocp.ArrayRestoreArgs(
-            restore_type=jax.Array,
-            dtype=spec.resolve_dtype(dtype),
-            sharding=sharding_of(spec),
-            global_shape=spec.shape,
-        )
-
-    return ocp.args.PyTreeRestore(
-        item=map_named_specs(item, specs), restore_args=map_specs(arguments, specs)
-    )

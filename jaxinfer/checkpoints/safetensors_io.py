@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from jaxinfer.checkpoints.source import Source, Tensors
 from jaxinfer.models.hf_config import model_config
 from jaxinfer.models.hf_quantization import fp8_block
 from jaxinfer.tokenizer import Tokenizer, eos_token_ids
+from jaxinfer.tokenizer_files import MissingTokenizerError
 
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float32"}
+_DTYPES = ("F32", "BF16", "F16", "F64", "U8")
 
 
 class SafetensorsFiles:
@@ -66,7 +69,7 @@ def _header(path: Path) -> list[tuple[str, tuple[int, ...], str]]:
 
 
 def open_huggingface(folder: Path) -> Source:
-    """Config, tokenizer and headers of a Hugging Face folder.
+    """Config, tokenizer (None if it has none) and headers of a Hugging Face folder.
 
     Raises CheckpointError naming the file and what is wrong in it.
     """
@@ -76,15 +79,19 @@ def open_huggingface(folder: Path) -> Source:
     except ValueError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
     description, files = f"Hugging Face folder {folder}", SafetensorsFiles(_files(folder))
+    _check_all_listed(folder / INDEX, files)
     block = fp8_block(hf)
     tensors: Tensors = files if block is None else Fp8Tensors(files, block, description)
     tensors = complete_names(tensors, config)
+    tokenizer, missing = None, ""
     try:
         tokenizer = Tokenizer.from_folder(folder, eos_token_ids(hf))
+    except MissingTokenizerError as error:
+        missing = str(error)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
-    return Source(description, config, dtype, tensors, tokenizer)
+    return Source(description, config, dtype, tensors, tokenizer, missing)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -95,18 +102,38 @@ def _files(folder: Path) -> list[Path]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if found := sorted(folder.glob("*.safetensors")):
+        _check_parts(found)
         return found
     raise CheckpointError(f"{folder}: no *.safetensors file; other weight formats are not read")
+
+
+def _check_parts(files: list[Path]) -> None:
+    """Raise CheckpointError if files called NAME-00001-of-0000N are not all there."""
+    for part in filter(None, (_PART.fullmatch(path.name) for path in files)):
+        count = int(part[3])
+        names = [f"{part[1]}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        if missing := sorted(set(names) - {path.name for path in files}):
+            raise CheckpointError(f"{files[0].parent}: {', '.join(missing)} of {count} missing")
+
+
+def _check_all_listed(index: Path, tensors: SafetensorsFiles) -> None:
+    """Raise CheckpointError if the index of a folder that has one lacks a tensor."""
+    if not index.is_file():
+        return
+    weight_map = _read_json(index)["weight_map"]
+    if unlisted := sorted(tensors.shapes.keys() - weight_map.keys()):
+        raise CheckpointError(
+            f"{index}: {unlisted[0]} is in {tensors.where(unlisted[0])}, but not in weight_map"
+        )
 
 
 def _indexed_files(index: Path) -> list[Path]:
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is missing or empty")
-    names = sorted(set(weight_map.values()))
-    if odd := [name for name in names if Path(str(name)).name != name]:
+    if odd := [name for name in weight_map.values() if Path(str(name)).name != name]:
         raise CheckpointError(f"{index}: {odd[0]!r} is not a file name")
-    files = [index.parent / name for name in names]
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
     held = {path.name: {name for name, _, _ in _header(path)} for path in files}
     for tensor, file in weight_map.items():
         if tensor not in held[file]:

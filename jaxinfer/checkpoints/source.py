@@ -54,13 +54,23 @@ class Tensors(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An opened checkpoint: nothing but headers, config and tokenizer have been read."""
+    """An opened checkpoint: nothing but headers, config and tokenizer have been read.
+
+    Where it has no tokenizer, `no_tokenizer` says what was looked for.
+    """
 
     description: str
     config: ModelConfig
     dtype: str  # the dtype it would naturally be served in
     tensors: Tensors
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    no_tokenizer: str = ""
+
+    def require_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises CheckpointError when there is none."""
+        if self.tokenizer is None:
+            raise CheckpointError(self.no_tokenizer)
+        return self.tokenizer
 
 
 def check_vocabulary(description: str, config: ModelConfig, tokenizer: Tokenizer) -> None:
@@ -78,7 +88,7 @@ def check_inventory(source: Source) -> None:
     expected = {
         name: shape
         for hf in family_of(source.config.family).hf_sources(source.config).values()
-        for name, shape in hf.tensors.items()
+        for name, shape in hf.found_in(shapes).tensors.items()
     }
     problems = [
         f"{name}: missing, expected shape {list(shape)}"
@@ -147,7 +157,8 @@ def load_params(source: Source, dtype: str, place: Place, progress: Progress | N
     total, done = sum(1 for _ in named_leaves(specs)), itertools.count(1)
 
     def make(path: str, spec: ParamSpec) -> Any:
-        array = _assemble(source, path, sources[path], spec, dtype)
+        hf = sources[path].found_in(source.tensors.shapes)
+        array = _assemble(source, path, hf, spec, dtype)
         if progress:
             progress("loading tensors", next(done), total)
         return place(array, spec)
@@ -161,6 +172,11 @@ def _assemble(source: Source, path: str, hf: HfSource, spec: ParamSpec, dtype: s
     parts = []
     for name in hf.tensors:
         part = source.tensors.read(name)
+        if (part.dtype == np.uint8) != hf.encoded:
+            wanted = "uint8" if hf.encoded else "floating point"
+            raise CheckpointError(
+                f"{source.tensors.where(name)}: {name}: stored as {part.dtype}, expected {wanted}"
+            )
         if bad := non_finite(part):
             raise CheckpointError(
                 f"{source.tensors.where(name)}: {name}: {bad} of {part.size} values are NaN or Inf"
@@ -168,12 +184,19 @@ def _assemble(source: Source, path: str, hf: HfSource, spec: ParamSpec, dtype: s
         if part.dtype != kind and part.dtype.itemsize >= kind.itemsize:
             part = _narrowed(part, kind, f"{source.description}: {path}")
         parts.append(part)
+    if len({part.dtype for part in parts}) > 1:  # bfloat16 and float16 have no common type
+        parts = [part.astype(np.float32) for part in parts]
     fused = hf.combine(*parts) if hf.combine else parts[0]
+    if hf.encoded:
+        if bad := non_finite(fused):
+            names = ", ".join(hf.tensors)
+            raise CheckpointError(f"{source.description}: {names}: {bad} values are NaN or Inf")
+        fused = _narrowed(fused, kind, f"{source.description}: {path}")
     return fused.reshape(spec.shape).astype(kind, copy=False, order="C")
 
 
 def _narrowed(part: np.ndarray, kind: np.dtype, where: str) -> np.ndarray:
-    array = part.astype(kind)
+    array = part.astype(kind, copy=False)
     if bad := non_finite(array):
         raise CheckpointError(
             f"{where}: {bad} values are too large for {kind.name}; choose float32 or bfloat16"

@@ -132,7 +132,8 @@ class Plan:
                         {"all-reduce": 2 * config.num_layers + 1, "all-gather": 1}
                     )
                 updated, taken = (pools, slots), (params, pools, slots)
-                outputs = (*_shardings(updated), (whole, whole), whole)
+                load = whole if config.moe else None
+                outputs = (*_shardings(updated), (whole, whole), whole, load)
             case (int() as rows, variant):
                 updated = (slots, history if variant == "full" else None)
                 taken = (*updated, options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,9 +12,11 @@ from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.params import Tree
 
 LayerContext = Any  # a family's own pytree, made once a step
-# attend(q [T, kv_heads, group, head_dim], k [T, kv_heads, head_dim], v) -> like q, as wide as v.
-# v None: the leading `value_dim` of k is.
-Attend = Callable[[Any, Any, Any], Any]
+# attend(q [T, kv_heads, group, head_dim], k [T, kv_heads, head_dim], v, sinks [kv_heads, group] or
+# None) -> like q, as wide as v. v None: the leading `value_dim` of k is.
+Attend = Callable[..., Any]
+# on_routed(experts i32[T, top_k]): hears which experts the tokens of a layer go to
+OnRouted = Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +25,20 @@ class HfSource:
 
     Without `combine` the single tensor is taken as it is. Either result is reshaped to the
     parameter's shape, which must have as many elements.
+
+    Checkpoints may hold the same in `others`, forms with tensors of other names. `encoded`: the
+    tensors are bytes that `combine` makes numbers of.
     """
 
     tensors: dict[str, tuple[int, ...]]
     combine: Callable[..., Any] | None = None
+    others: tuple[HfSource, ...] = ()
+    encoded: bool = False
+
+    def found_in(self, names: Container[str]) -> HfSource:
+        """The form that a checkpoint with tensors of these `names` has; this one if it has none."""
+        forms = (self, *self.others)
+        return next((form for form in forms if any(n in names for n in form.tensors)), self)
 
 
 def require(family: str, hf: dict[str, Any], **allowed: tuple[Any, ...]) -> None:
@@ -128,6 +140,7 @@ class Family(Protocol):
         x: Float[Array, "T D"],
         context: LayerContext,
         attend: Attend,
+        on_routed: OnRouted | None = None,  # given where `kind.moe`, and called once there
     ) -> Float[Array, "T D"]: ...
     def unembed(
         self, params: Tree, c: ModelConfig, x: Float[Array, "R D"]

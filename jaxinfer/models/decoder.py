@@ -24,6 +24,7 @@ by the fields of `ModelConfig`:
     rotary_dim, rope_pairs       part of a head rotates; neighbours are paired (GLM4)
     attention_scale, *_soft_cap  tanh caps of scores and logits (Gemma 2)
     *_multiplier                 scalars on embeddings, residuals and logits (Granite, Gemma)
+    attention_sinks              a learned logit a head takes a share of the attention (gpt_oss)
     moe                          layers whose MLP is a mixture of experts: `models/moe.py`
     mla                          latent attention (DeepSeek): `models/mla.py`
 
@@ -38,7 +39,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.config import LayerKind, ModelConfig, RopeConfig
-from jaxinfer.models.base import Attend, LayerContext
+from jaxinfer.models.base import Attend, LayerContext, OnRouted
 from jaxinfer.models.decoder_params import norm_names
 from jaxinfer.models.layers import (
     ACTIVATIONS,
@@ -87,6 +88,7 @@ def layer(
     x: Float[Array, "T D"],
     context: LayerContext,
     attend: Attend,
+    on_routed: OnRouted | None = None,
 ) -> Float[Array, "T D"]:
     """One transformer block; `attend` stores k and v in the pool and attends over it."""
     normed = _normed(params, c, x, "attn_norm")
@@ -97,7 +99,10 @@ def layer(
     after = _add(c, x, _normed(params, c, half, "attn_post_norm"))
     if c.norms != "shared":
         normed = _normed(params, c, x if c.parallel else after, "mlp_norm")
-    half = moe(params, c, c.moe, normed) if c.moe and kind.moe else mlp(params, c, normed)
+    if c.moe and kind.moe:
+        half = moe(params, c, c.moe, normed, on_routed)
+    else:
+        half = mlp(params, c, normed)
     return _add(c, after, _normed(params, c, half, "mlp_post_norm"))
 
 
@@ -137,7 +142,7 @@ def _attention(
     q = qk[:, :, :group]
     if kind.query_scale != 1:
         q = q * jnp.asarray(kind.query_scale, q.dtype)
-    attended = attend(q, qk[:, :, group], v)
+    attended = attend(q, qk[:, :, group], v, params.get("sinks"))
     return add_bias(project_out(attended, params["o"]), params.get("o_bias"))
 
 

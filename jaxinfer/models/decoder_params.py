@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -63,6 +64,9 @@ def _attention_specs(c: ModelConfig) -> dict[str, ParamSpec]:
     }
     if c.qkv_bias:
         specs["qkv_bias"] = ParamSpec(heads, ("kv_heads", None, None), "zeros")
+    if c.attention_sinks:
+        sinks = (c.num_kv_heads, c.group_size)
+        specs["sinks"] = ParamSpec(sinks, ("kv_heads", None), "zeros", "float32")
     if c.qk_norm == "head":
         specs |= {"q_norm": _norm(c.head_dim, None), "k_norm": _norm(c.head_dim, None)}
     elif c.qk_norm == "each":
@@ -166,7 +170,11 @@ def _renamed(source: HfSource, modules: Mapping[str, str]) -> HfSource:
             name = name.replace(usual, own)
         return name
 
-    return HfSource({rename(name): s for name, s in source.tensors.items()}, source.combine)
+    return dataclasses.replace(
+        source,
+        tensors={rename(name): shape for name, shape in source.tensors.items()},
+        others=tuple(_renamed(other, modules) for other in source.others),
+    )
 
 
 def _fused_qkv(c: ModelConfig, name: str, *width: int) -> HfSource:
@@ -213,6 +221,8 @@ def _attention_sources(c: ModelConfig, attn: str) -> dict[str, HfSource]:
     }
     if c.qkv_bias:
         sources["qkv_bias"] = HfSource(_projections(attn, rows), fuse_qkv)
+    if c.attention_sinks:
+        sources["sinks"] = HfSource({attn + "sinks": (c.num_heads,)})
     if c.qk_norm != "none":
         sizes: dict[str, dict[str, tuple[int, ...]]] = {
             "head": {"q": (c.head_dim,), "k": (c.head_dim,)},

@@ -43,6 +43,8 @@ def deepseek_config(
 ) -> ModelConfig:
     """What V2 and V3 have in common. The cached head is the latent and the shared key."""
     require(family, hf, hidden_act=("silu",), moe_layer_freq=(1, None))
+    for settings in (hf, _rope_settings(hf)):  # the part that rotates has a size of its own
+        require(family, settings, partial_rotary_factor=(1, None))
     heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads")
     if kv_heads not in (None, heads):
         raise ValueError(
@@ -124,6 +126,10 @@ def _check_sizes(family: str, mla: MlaConfig) -> None:
 def _magnitude(hf: dict[str, Any]) -> float:
     """YaRN's factor on queries and on keys, of which `mscale_all_dim` gives the weight; the
     rotary tables take what `mscale` says beyond it."""
-    scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    scaling = _rope_settings(hf)
     all_dim = scaling.get("mscale_all_dim")
     return yarn_magnitude(float(scaling["factor"]), float(all_dim)) if all_dim else 1.0
+
+
+def _rope_settings(hf: dict[str, Any]) -> dict[str, Any]:
+    return hf.get("rope_parameters") or hf.get("rope_scaling") or {}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+_DECODED_BY = {"mxfp4": ("gpt_oss",)}  # storage that families know the tensors of
+
 
 def fp8_block(hf: dict[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns that share a scale in a float8 checkpoint; None: weights are plain numbers.
+    """Rows and columns that share a scale in a float8 checkpoint; None: weights are plain numbers,
+    or what the family itself makes numbers of.
 
     Raises ValueError for every other way of storing weights, naming what is not read.
     """
@@ -14,6 +17,8 @@ def fp8_block(hf: dict[str, Any]) -> tuple[int, int] | None:
     if not stored:
         return None
     method = stored.get("quant_method", "unknown")
+    if hf.get("model_type") in _DECODED_BY.get(method, ()):
+        return None
     if method != "fp8":
         raise ValueError(
             f"quantization_config: weights stored as {method!r} cannot be read; take the "

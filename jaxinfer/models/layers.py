@@ -115,6 +115,16 @@ def activate(gate_up: Float[Array, "T blocks 2 block"], activation: str) -> Floa
     return hidden.reshape(gate_up.shape[0], -1)
 
 
+def clamped_swiglu(
+    gate_up: Float[Array, "T blocks 2 block"], limit: float, alpha: float
+) -> Float[Array, "T F"]:
+    """gate * sigmoid(alpha * gate) * (up + 1), of values clamped to `limit` (gpt-oss,
+    arXiv:2508.10925); the gate from above only."""
+    gate, up = jnp.minimum(gate_up[:, :, 0], limit), jnp.clip(gate_up[:, :, 1], -limit, limit)
+    hidden = lax.optimization_barrier(gate * jax.nn.sigmoid(alpha * gate) * (up + 1))
+    return hidden.reshape(gate_up.shape[0], -1)
+
+
 def embed(table: Float[Array, "V D"], tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
     """Rows of the embedding table. Token ids are validated at the edge."""
     return table.at[tokens].get(mode="promise_in_bounds")

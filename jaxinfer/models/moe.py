@@ -14,8 +14,16 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.config import ModelConfig, MoeConfig
-from jaxinfer.models.base import HfSource
-from jaxinfer.models.layers import activate, fuse_gate_up, linear, mlp_block
+from jaxinfer.models.base import HfSource, OnRouted
+from jaxinfer.models.expert_tensors import with_fused
+from jaxinfer.models.layers import (
+    activate,
+    add_bias,
+    clamped_swiglu,
+    fuse_gate_up,
+    linear,
+    mlp_block,
+)
 from jaxinfer.params import ParamSpec, Tree
 from pallas_kernels.grouped_matmul import grouped_matmul
 
@@ -38,6 +46,8 @@ def moe_specs(c: ModelConfig, m: MoeConfig) -> dict[str, ParamSpec]:
             (m.num_experts, width, m.intermediate_size), ("experts", "embed", "mlp")
         ),
     }
+    if m.bias:
+        specs |= _bias_specs(c, m)
     if m.shared_size:
         block = mlp_block(m.shared_size)
         specs["shared_gate_up"] = ParamSpec(
@@ -51,8 +61,23 @@ def moe_specs(c: ModelConfig, m: MoeConfig) -> dict[str, ParamSpec]:
     return specs
 
 
+def _bias_specs(c: ModelConfig, m: MoeConfig) -> dict[str, ParamSpec]:
+    block = mlp_block(m.intermediate_size)
+    return {
+        "router_bias": ParamSpec((m.num_experts,), (None,), "zeros", "float32"),
+        "experts_gate_up_bias": ParamSpec(
+            (m.num_experts, m.intermediate_size // block, 2, block),
+            ("experts", "mlp", None, None),
+            "zeros",
+        ),
+        "experts_down_bias": ParamSpec(
+            (m.num_experts, c.hidden_size), ("experts", "embed"), "zeros"
+        ),
+    }
+
+
 def moe_sources(c: ModelConfig, m: MoeConfig, hf: str, names: Names) -> dict[str, HfSource]:
-    """The tensors of a layer's mixture, of which every expert has its own."""
+    """The tensors of a layer's mixture: every expert has its own, or they are fused."""
     prefix, (gate, up, down) = names
     experts, width = f"{hf}{prefix}.experts.", c.hidden_size
     inner = (m.intermediate_size, width)
@@ -90,18 +115,28 @@ def moe_sources(c: ModelConfig, m: MoeConfig, hf: str, names: Names) -> dict[str
         sources["shared_down"] = HfSource({f"{shared}{down}.weight": inner[::-1]})
     if m.shared_size and m.shared_gated:
         sources["shared_gate"] = HfSource({f"{hf}{prefix}.shared_expert_gate.weight": (1, width)})
-    return sources
+    return with_fused(sources, c, m, hf)
 
 
-def moe(params: Tree, c: ModelConfig, m: MoeConfig, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+def moe(
+    params: Tree,
+    c: ModelConfig,
+    m: MoeConfig,
+    x: Float[Array, "T D"],
+    on_routed: OnRouted | None = None,
+) -> Float[Array, "T D"]:
     """The weighted outputs of each token's experts, and of the shared one."""
     logits = linear(x, params["router"], out_dtype=jnp.float32)
+    logits = add_bias(logits, params.get("router_bias"))
     weights, experts = route(m, logits, params.get("correction"))
+    if on_routed is not None:
+        on_routed(experts)
     flat = experts.reshape(-1)
     order = jnp.argsort(flat)  # stable, so the same rows come in the same order
     sizes = jnp.bincount(flat, length=m.num_experts).astype(jnp.int32)
     rows = x[order // m.top_k]
-    outputs = _experts(params, c, m, rows, sizes)[jnp.argsort(order)]
+    biases = _biases(params, flat[order]) if m.bias else None
+    outputs = _experts(params, c, m, rows, sizes, biases)[jnp.argsort(order)]
     outputs = outputs.reshape(x.shape[0], m.top_k, -1)
     mixed = jnp.sum(outputs * weights.astype(x.dtype)[:, :, None], axis=1)
     if not m.shared_size:
@@ -141,22 +176,48 @@ def _of_best_groups(m: MoeConfig, ranked: Float[Array, "T E"]) -> Float[Array, "
     return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(ranked.shape)
 
 
+Biases = tuple[Float[Array, "R blocks 2 block"], Float[Array, "R D"]]
+
+
+def _biases(params: Tree, experts: Int[Array, " R"]) -> Biases:
+    """Biases of gate and up and of down for rows of these experts."""
+    return params["experts_gate_up_bias"][experts], params["experts_down_bias"][experts]
+
+
 def _experts(
-    params: Tree, c: ModelConfig, m: MoeConfig, rows: Float[Array, "R D"], sizes: Int[Array, " E"]
+    params: Tree,
+    c: ModelConfig,
+    m: MoeConfig,
+    rows: Float[Array, "R D"],
+    sizes: Int[Array, " E"],
+    biases: Biases | None,
 ) -> Float[Array, "R D"]:
     gate_up, down = params["experts_gate_up"], params["experts_down"]
 
-    def compute(implementation: Any, rows: Array, sizes: Array, gate_up: Array, down: Array) -> Any:
+    def compute(
+        implementation: Any, rows: Array, sizes: Array, gate_up: Array, down: Array, biases: Any
+    ) -> Any:
         product = functools.partial(grouped_matmul, implementation=implementation)
         flat = gate_up.reshape(m.num_experts, -1, gate_up.shape[-1])
         halves = product(rows, flat, sizes).reshape(rows.shape[0], *gate_up.shape[1:4])
-        return product(activate(halves, c.activation), down, sizes)
+        if biases is None:
+            return product(_activated(c, m, halves), down, sizes)
+        return product(_activated(c, m, halves + biases[0]), down, sizes) + biases[1]
 
     return lax.platform_dependent(
         rows,
         sizes,
         gate_up,
         down,
+        biases,
         cpu=functools.partial(compute, "segments"),
         default=functools.partial(compute, "ragged"),
     )
+
+
+def _activated(
+    c: ModelConfig, m: MoeConfig, halves: Float[Array, "R blocks 2 block"]
+) -> Float[Array, "R F"]:
+    if m.swiglu_limit is None:
+        return activate(halves, c.activation)
+    return clamped_swiglu(halves, m.swiglu_limit, m.swiglu_alpha)

@@ -33,17 +33,19 @@ def paged_attention(
     implementation: Implementation,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, "KV G"] | None = None,
     block: int | None = None,
     value_dim: int | None = None,
 ) -> Float[Array, "S KV G vd"]:
     """Decode attention: one query token a row over its first `kv_lens` cached tokens.
 
     Softmax in float32. Rows with `kv_lens` 0 return zeros. With a `window`, a query sees so many
-    tokens, itself included; `soft_cap` c makes scores c * tanh(score / c). `block` is how many keys
-    are taken at once; None: what is fastest for as many rows. A row's result depends on it in the
-    last bits.
+    tokens, itself included; `soft_cap` c makes scores c * tanh(score / c). `sinks` are scores of a
+    key that every query sees and that has no value: a term of the softmax's denominator. `block` is
+    how many keys are taken at once; None: what is fastest for as many rows. A row's result depends
+    on it in the last bits.
     """
-    dynamic, seen = implementation == "reference", reference.Seen(window, soft_cap)
+    dynamic, seen = implementation == "reference", reference.Seen(window, soft_cap, sinks)
     pool = _pool(k_pool, v_pool, value_dim)
     return reference.paged_attention(q, pool, page_table, kv_lens, scale, seen, dynamic, block)
 
@@ -59,6 +61,7 @@ def paged_prefill(
     implementation: Implementation,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, "KV G"] | None = None,
     block: int | None = None,
     value_dim: int | None = None,
 ) -> Float[Array, "C KV G vd"]:
@@ -67,9 +70,9 @@ def paged_prefill(
     A tile is (first row in q, rows, row of the page table, position of the first row): at most
     `TILE_ROWS` consecutive tokens of one sequence. Tiles are ordered by first row and cover every
     row that matters; tiles with 0 rows are padding. The pool holds the chunk's own k and v already.
-    `window`, `soft_cap` and `block` as for `paged_attention`.
+    `window`, `soft_cap`, `sinks` and `block` as for `paged_attention`.
     """
-    dynamic, seen = implementation == "reference", reference.Seen(window, soft_cap)
+    dynamic, seen = implementation == "reference", reference.Seen(window, soft_cap, sinks)
     pool = _pool(k_pool, v_pool, value_dim)
     return reference.paged_prefill(q, pool, page_table, tiles, scale, seen, dynamic, block)
 

@@ -21,10 +21,11 @@ MASKED = -1e30  # finite: exp(MASKED - MASKED) must not be NaN
 
 
 class Seen(NamedTuple):
-    """Which keys a query sees, and how their scores are capped: see the package."""
+    """Which keys a query sees, how their scores are capped, and beside which: see the package."""
 
     window: int | None = None
     soft_cap: float | None = None
+    sinks: Float[Array, "KV G"] | None = None
 
     def first(self, position: Int[Array, "*axes"]) -> Int[Array, "*axes"]:
         """The first key that a query at `position` sees."""
@@ -83,7 +84,7 @@ def paged_attention(
             valid &= keys >= first[:, None]
         return _accumulate(state, scaled, *pool.gather(pages), valid[:, None, None, :], seen)
 
-    state = _start((*q.shape[:3], pool.value_dim))
+    state = _start((*q.shape[:3], pool.value_dim), seen)
     out = _finish(lax.fori_loop(start, trips, turn, state), q.dtype)
     return jnp.where((kv_lens > 0)[:, None, None, None], out, 0)
 
@@ -136,7 +137,7 @@ def paged_prefill(
             shown = valid[None, None] if masked else None
             return _accumulate(state, by_head, *pool.gather(pages), shown, seen)
 
-        state = _start((*by_head.shape[:3], width))
+        state = _start((*by_head.shape[:3], width), seen, heads_first)
         trips = _trips(position + count, table, span, page_size, dynamic)
         start: Int[Array, ""] | int = 0  # of the blocks that some rows see in part
         if dynamic and seen.window is None:  # those before it, all rows see whole
@@ -208,13 +209,20 @@ def _gather(
     return rows.reshape(pages.shape[0], kv_heads, -1, head_dim)
 
 
-def _start(shape: tuple[int, ...]) -> tuple:
-    """(maximum, sum, weighted values) before any key was seen."""
-    return (
-        jnp.full(shape[:3], MASKED, jnp.float32),
-        jnp.zeros(shape[:3], jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-    )
+def _start(shape: tuple[int, ...], seen: Seen, heads_first: bool = False) -> tuple:
+    """(maximum, sum, weighted values) before any key was seen, of queries [S, KV, rows * G, hd];
+    `heads_first`: [S, KV, G * rows, hd].
+
+    A sink is a key without a value that was seen already.
+    """
+    top = jnp.full(shape[:3], MASKED, jnp.float32)
+    total = jnp.zeros(shape[:3], jnp.float32)
+    if seen.sinks is not None:
+        repeats = shape[2] // seen.sinks.shape[1]
+        sinks = seen.sinks.astype(jnp.float32)
+        sinks = jnp.repeat(sinks, repeats, 1) if heads_first else jnp.tile(sinks, (1, repeats))
+        top, total = jnp.broadcast_to(sinks[None], top.shape), jnp.ones_like(total)
+    return top, total, jnp.zeros(shape, jnp.float32)
 
 
 def _accumulate(
@@ -227,7 +235,7 @@ def _accumulate(
 ) -> tuple:
     """One block of the online softmax. `valid` None: every row sees every key.
 
-    A row that sees no key of its first block gathers junk until it sees one.
+    A row that sees no key of its first block gathers junk until it sees one, or a sink.
     """
     top, total, values = state
     scores = lax.dot_general(

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 import grpc
 from google.protobuf.message import Message
 
+from jaxinfer.expert_load import imbalance
 from jaxinfer.load import Load, Percentiles, StepRecord
 from jaxinfer.request import Counters, EngineStoppedError, QueueFullError
+from jaxinfer.text import TextProcessor
 from jaxinfer.validation import Violations
 from jaxinfer_service import status, version
 from jaxinfer_service.handlers import Context, streaming, unary
@@ -45,6 +47,7 @@ class ControlService:
                 "Load": unary(pb.LoadRequest, self.load),
                 "WatchLoad": streaming(pb.WatchLoadRequest, self.watch_load),
                 "Abort": unary(pb.AbortRequest, self.abort),
+                "ExpertLoad": unary(pb.ExpertLoadRequest, self.expert_load),
             },
         )
 
@@ -76,6 +79,7 @@ class ControlService:
             max_queued_requests=limits.max_queued_requests,
             max_queued_tokens=limits.max_queued_tokens,
             uptime=model.frontend.uptime,
+            generation=_generation(model.opened.text),
         )
 
     async def load(self, request: pb.LoadRequest, context: Context) -> Message:
@@ -125,6 +129,31 @@ class ControlService:
                 f"no call with the id {request.request_id!r} runs or waits; it may have ended"
             )
         return pb.AbortResponse()
+
+    async def expert_load(self, request: pb.ExpertLoadRequest, context: Context) -> Message:
+        model = loaded(self.served)
+        load, time = model.frontend.engine.experts, model.frontend.uptime
+        if load is None:
+            return pb.ExpertLoadResponse(time=time)
+        return pb.ExpertLoadResponse(
+            time=time,
+            experts=load.tokens.shape[1],
+            experts_per_token=load.top_k,
+            layers=[
+                pb.LayerExperts(layer=layer, tokens=tokens.tolist(), imbalance=imbalance(tokens))
+                for layer, tokens in zip(load.layers, load.tokens, strict=True)
+            ],
+        )
+
+
+def _generation(text: TextProcessor) -> pb.GenerationDefaults:
+    sampling = text.sampling
+    return pb.GenerationDefaults(
+        eos_token_ids=text.eos_ids,
+        max_length=sampling.max_length,
+        not_honoured=sampling.not_honoured,
+        **sampling.fields,
+    )
 
 
 def _last_before(model: ServedModel, interval: float) -> int:

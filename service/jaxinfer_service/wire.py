@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -12,7 +13,6 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from jaxinfer.request import (
     FinishReason,
     RequestError,
-    SamplingParams,
     Scheduling,
     TokenLogprobs,
     Violation,
@@ -95,15 +95,15 @@ def _path(field: str, kind: str) -> str:
     return f"sampling.{field}" if name in pb.Sampling.DESCRIPTOR.fields_by_name else field
 
 
-def params_of(sampling: pb.Sampling) -> SamplingParams:
-    """Sampling parameters: what is set, and the defaults."""
+def params_of(sampling: pb.Sampling) -> dict[str, Any]:
+    """The sampling parameters that are set; an empty list or map counts as not set."""
     given = {name: getattr(sampling, name) for name in _SCALARS if sampling.HasField(name)}
-    return SamplingParams(
-        **given,
-        logit_bias=tuple(sampling.logit_bias.items()),
-        stop=tuple(sampling.stop),
-        stop_token_ids=tuple(sampling.stop_token_ids),
-    )
+    several = {
+        "logit_bias": tuple(sampling.logit_bias.items()),
+        "stop": tuple(sampling.stop),
+        "stop_token_ids": tuple(sampling.stop_token_ids),
+    }
+    return given | {name: values for name, values in several.items() if values}
 
 
 def scheduling_of(request: pb.GenerateRequest) -> Scheduling:

@@ -26,7 +26,7 @@ def chat(
     system: Annotated[
         str | None, typer.Option(help="A system message to begin with.", show_default=False)
     ] = None,
-    temperature: sampling_options.Temperature = 0.7,
+    temperature: sampling_options.Temperature = None,
     top_p: sampling_options.TopP = None,
     top_k: sampling_options.TopK = None,
     min_p: sampling_options.MinP = None,
@@ -52,6 +52,8 @@ def chat(
     )
     with Client(server) as client:
         require_serving(client)
+        if temperature is None and not _has_temperature(client):
+            sampling["temperature"] = 0.7
         conversation = Conversation(client, model, system, sampling)
         interactive = sys.stdin.isatty()
         if interactive:
@@ -65,6 +67,19 @@ def chat(
                 typer.echo(f"{line.split()[0]} is no command. {_HELP}", err=True)
             elif line and not conversation.ask(line) and not interactive:
                 raise typer.Exit(1)
+
+
+def _has_temperature(client: Client) -> bool:
+    """Whether the served model says by itself how its tokens are drawn."""
+    import grpc
+
+    from jaxinfer_service.pb.jaxinfer.v1 import control_pb2
+
+    try:
+        info = client.control.ServerInfo(control_pb2.ServerInfoRequest())
+    except grpc.RpcError:  # the first answer will say what is wrong
+        return False
+    return info.generation.HasField("temperature")
 
 
 def _lines(interactive: bool) -> Iterator[str]:
@@ -116,7 +131,8 @@ class Conversation:
         except KeyboardInterrupt:
             call.cancel()
         except grpc.RpcError as error:
-            typer.echo(f"\njaxinfer: {said(error)}", err=True)
+            begun = "\n" if answer else ""  # the error gets a line of its own
+            typer.echo(f"{begun}jaxinfer: {said(error)}", err=True)
             return False
         typer.echo()
         self.messages = [*messages, {"role": "assistant", "content": answer}]

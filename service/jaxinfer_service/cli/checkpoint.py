@@ -7,25 +7,47 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxinfer_service.cli import console, options
+from jaxinfer_service.cli import console, options, text_options
+from jaxinfer_service.cli.remote import LOCAL
+
+ConfigFile = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="config.json of an Orbax checkpoint of MaxText, gemma or NNX without one beside it; "
+        "tokenizer.json is taken from its folder.",
+        show_default=False,
+    ),
+]
 
 
 def convert(
     src: Annotated[
-        str, typer.Argument(metavar="SRC", help="A Hugging Face folder or a .gguf file.")
+        str,
+        typer.Argument(
+            metavar="SRC",
+            help="A Hugging Face folder, a .gguf file (the first, if split), or another project's "
+            "Orbax checkpoint.",
+        ),
     ],
     dst: Annotated[str, typer.Argument(metavar="DST", help="The Orbax folder to write.")],
+    config: ConfigFile = None,
     dtype: options.Dtype = None,
+    chat_template: text_options.ChatTemplate = None,
     log_level: options.LogLevel = "warning",
     log_format: options.LogFormat = "text",
 ) -> None:
-    """Convert a checkpoint to Orbax, config and tokenizer included."""
+    """Convert a checkpoint to Orbax, config, tokenizer and generation defaults included."""
     console.set_up_logging(log_level, log_format)
     from jaxinfer.checkpoints import convert as convert_checkpoint
+    from jaxinfer.generation import TextOptions
 
     try:
+        text = TextOptions.read(chat_template)
         with console.progress() as progress:
-            path = convert_checkpoint(src, dst, options.stored_dtype(dtype), progress)
+            kind = options.stored_dtype(dtype)
+            path = convert_checkpoint(src, dst, kind, progress, config, text=text)
     except (ValueError, OSError, MemoryError) as error:
         console.fail(error)
     typer.echo(f"{path} is ready: jaxinfer serve {path}")
@@ -33,11 +55,13 @@ def convert(
 
 def inspect(
     path: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="PATH", help="An Orbax or Hugging Face folder, a .gguf file, or `demo`."
+            metavar="[PATH]",
+            help="An Orbax or Hugging Face folder, a .gguf file, or `demo`.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     device_memory: Annotated[
         int | None,
         typer.Option(
@@ -47,18 +71,45 @@ def inspect(
             show_default=False,
         ),
     ] = None,
+    config: ConfigFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+    expert_load: Annotated[
+        bool,
+        typer.Option(
+            "--expert-load", help="Instead: how a server's tokens spread over its experts."
+        ),
+    ] = False,
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help=f"The server.  [default: {LOCAL}]"),
+    ] = None,
+    over: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1, metavar="SECONDS", help="Of the next seconds, not since it began to serve."
+        ),
+    ] = None,
     log_level: options.LogLevel = "warning",
     log_format: options.LogFormat = "text",
 ) -> None:
     """Say what a checkpoint is, from its headers: shapes, sizes, tokenizer. Loads nothing."""
     console.set_up_logging(log_level, log_format)
+    if expert_load:
+        if path is not None or device_memory is not None:
+            raise typer.BadParameter("--expert-load asks a server: leave PATH and sizes out")
+        from jaxinfer_service.cli.expert_load import show
+
+        show(server or LOCAL, over, as_json)
+        return
+    if path is None or server is not None or over is not None:
+        raise typer.BadParameter("give a PATH; or --expert-load, with --server and --over")
     from jaxinfer.checkpoints import describe, inspect_checkpoint
     from jaxinfer.demo import DEMO, demo_checkpoint
 
     try:
         with console.progress() as progress:
-            info = inspect_checkpoint(demo_checkpoint(progress) if path == DEMO else path)
+            found = demo_checkpoint(progress) if path == DEMO else path
+            info = inspect_checkpoint(found, config)
     except (ValueError, OSError) as error:
         console.fail(error)
     if as_json:

@@ -30,6 +30,10 @@ def read(ctx: typer.Context, path: Path | None) -> Path | None:
         if option not in names:
             raise typer.BadParameter(f"{path}: {key}: {_hint(option, names)}")
         parameter = names[option]
+        if option in parameter.secondary_opts:  # `no-overlap: true` is `overlap: false`
+            if not isinstance(value, bool):
+                raise typer.BadParameter(f"{path}: {key} is {value!r}; it is true or false")
+            value = not value
         several = parameter.multiple and not isinstance(value, list)
         defaults[str(parameter.name)] = [value] if several else value
     ctx.default_map = {**(ctx.default_map or {}), **defaults}
@@ -42,7 +46,7 @@ def _options(ctx: typer.Context) -> dict[str, Any]:
         option: parameter
         for parameter in ctx.command.params
         if parameter.param_type_name == "option" and parameter.name not in ("config_file", "help")
-        for option in parameter.opts
+        for option in (*parameter.opts, *parameter.secondary_opts)
     }
 
 

@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxinfer_service.cli import console, engine_options, options, sampling_options
+from jaxinfer_service.cli import (
+    console,
+    engine_options,
+    options,
+    sampling_options,
+    text_options,
+)
 
 if TYPE_CHECKING:
-    from jaxinfer import LLM, Completion, SamplingParams
+    from jaxinfer import LLM, Completion
 
 
 def generate(
@@ -31,7 +37,7 @@ def generate(
             "--json", help="One JSON object a prompt: ids, text, finish reason, timing, ..."
         ),
     ] = False,
-    temperature: sampling_options.Temperature = 0.0,
+    temperature: sampling_options.Temperature = None,
     top_p: sampling_options.TopP = None,
     top_k: sampling_options.TopK = None,
     min_p: sampling_options.MinP = None,
@@ -55,6 +61,9 @@ def generate(
     ] = None,
     n: sampling_options.Samples = 1,
     dtype: options.Dtype = None,
+    chat_template: text_options.ChatTemplate = None,
+    generation_config: text_options.GenerationConfig = "auto",
+    override_generation_config: text_options.OverrideGenerationConfig = None,
     max_model_len: engine_options.MaxModelLen = None,
     max_num_seqs: Annotated[
         int,
@@ -78,24 +87,20 @@ def generate(
     console.set_up_logging(log_level, log_format)
     if logprobs is not None and not as_json:
         raise typer.BadParameter("--logprobs is for --json; add it")
-    from jaxinfer import SamplingParams
-
-    params = SamplingParams(
+    params = options.given(
         temperature=temperature,
-        stop=tuple(stop or ()),
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        stop=tuple(stop) if stop else None,
         ignore_eos=ignore_eos,
+        logprobs=logprobs,
         n=n,
-        **options.given(
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            seed=seed,
-            max_new_tokens=max_new_tokens,
-            logprobs=logprobs,
-        ),
     )
     config = engine_options.engine_config(
         max_num_seqs=max_num_seqs,
@@ -110,7 +115,17 @@ def generate(
     prompts = [_prompt(text, chat) for text in prompt]
     try:
         with console.progress(announce=True) as progress:
-            llm = _open(model, options.stored_dtype(dtype), config, progress)
+            llm = _open(
+                model,
+                config,
+                dtype=options.stored_dtype(dtype),
+                progress=progress,
+                chat_template=chat_template,
+                generation_config=generation_config,
+                override_generation_config=override_generation_config,
+            )
+        if "temperature" not in llm.default_sampling.fields:
+            params.setdefault("temperature", 0.0)  # greedy, where the model does not say
         _answer(llm, model, prompts, params, as_json)
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         console.fail(error)
@@ -121,16 +136,16 @@ def _prompt(text: str, chat: bool) -> Any:
     return [{"role": "user", "content": text}] if chat else text
 
 
-def _open(model: str, dtype: str | None, config: Any, progress: console.Progress) -> LLM:
+def _open(model: str, config: Any, **how: Any) -> LLM:
     from jaxinfer import LLM
 
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     del fields["dtype"]
-    return LLM(model, dtype=dtype, progress=progress, **fields)
+    return LLM(model, **how, **fields)
 
 
 def _answer(
-    llm: LLM, model: str, prompts: list[Any], params: SamplingParams, as_json: bool
+    llm: LLM, model: str, prompts: list[Any], params: dict[str, Any], as_json: bool
 ) -> None:
     if as_json:
         completions = llm.generate(prompts, params)
@@ -142,10 +157,10 @@ def _answer(
     for number, prompt in enumerate(prompts, 1):
         if len(prompts) > 1:
             typer.echo(_header(number, len(prompts), prompt))
-        (_print_samples if params.n > 1 else _print_stream)(llm, prompt, params)
+        (_print_samples if params["n"] > 1 else _print_stream)(llm, prompt, params)
 
 
-def _print_stream(llm: LLM, prompt: Any, params: SamplingParams) -> None:
+def _print_stream(llm: LLM, prompt: Any, params: dict[str, Any]) -> None:
     for delta in llm.stream(prompt, params):
         typer.echo(delta.text, nl=False)
         sys.stdout.flush()
@@ -154,12 +169,12 @@ def _print_stream(llm: LLM, prompt: Any, params: SamplingParams) -> None:
     typer.echo()
 
 
-def _print_samples(llm: LLM, prompt: Any, params: SamplingParams) -> None:
+def _print_samples(llm: LLM, prompt: Any, params: dict[str, Any]) -> None:
     """Each under its number, once all are complete: several cannot stream to one place."""
     (completion,) = llm.generate([prompt], params)
     for number, sample in enumerate(completion.samples, 1):
         gap = "" if number == 1 else "\n"
-        typer.echo(f"{gap}--- sample {number} of {params.n}\n{sample.text}")
+        typer.echo(f"{gap}--- sample {number} of {params['n']}\n{sample.text}")
         if sample.error:
             raise RuntimeError(sample.error)
 

@@ -11,7 +11,13 @@ from jaxinfer.request import MAX_PRIORITY, MAX_SAMPLES
 _SAMPLING, _SCHEDULING = "Sampling", "Scheduling"
 
 Temperature = Annotated[
-    float, typer.Option(metavar="X", help="0 is greedy.", rich_help_panel=_SAMPLING)
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="0 is greedy.",
+        show_default="the model's; where it has none 0, in a chat 0.7",
+        rich_help_panel=_SAMPLING,
+    ),
 ]
 TopP = Annotated[
     float | None,

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxinfer.config import EngineConfig
-from jaxinfer_service.cli import console, engine_options, options
+from jaxinfer_service.cli import console, engine_options, options, text_options
 from jaxinfer_service.cli.config_file import ConfigFile
 
 if TYPE_CHECKING:
     from jaxinfer.engine import Engine
+    from jaxinfer.generation import TextOptions
     from jaxinfer_service.model import OpenedModel
     from jaxinfer_service.server import ServerConfig
 
@@ -61,6 +62,9 @@ def serve(
         ),
     ] = 60.0,
     dtype: options.Dtype = None,
+    chat_template: text_options.ChatTemplate = None,
+    generation_config: text_options.GenerationConfig = "auto",
+    override_generation_config: text_options.OverrideGenerationConfig = None,
     preset: engine_options.Preset = None,
     max_model_len: engine_options.MaxModelLen = None,
     max_num_seqs: engine_options.MaxNumSeqs = None,
@@ -88,6 +92,7 @@ def serve(
 ) -> None:
     """Serve MODEL over gRPC (jaxinfer.v1, health, reflection) until SIGTERM or Ctrl-C."""
     console.set_up_logging(log_level, log_format)
+    from jaxinfer.generation import TextOptions
     from jaxinfer_service.server import ServerConfig
 
     engine = engine_options.engine_config(
@@ -114,8 +119,9 @@ def serve(
         tenant_weight=tenant_weight,
     )
     names = served_model_name or [Path(model).name or model]
-    source = Source(model, names, options.stored_dtype(dtype), engine, preset or "")
     try:
+        text = TextOptions.read(chat_template, generation_config, override_generation_config)
+        source = Source(model, names, options.stored_dtype(dtype), engine, preset or "", text)
         loaded = asyncio.run(_serve(ServerConfig(host, port, drain_timeout, stall_timeout), source))
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         console.fail(error)
@@ -132,6 +138,7 @@ class Source:
     dtype: str | None
     engine: EngineConfig
     preset: str
+    text: TextOptions
 
 
 async def _serve(config: ServerConfig, source: Source) -> bool:
@@ -148,14 +155,19 @@ def _open(source: Source) -> OpenedModel:
     from jaxinfer_service.model import OpenedModel
 
     with console.progress() as progress:
-        loaded, engine = open_engine(source.model, source.engine, source.dtype, progress)
+        loaded, engine = open_engine(
+            source.model, source.engine, source.dtype, progress, source.text
+        )
     # What is loaded lives as long as the process. Looking through it again and again for garbage
     # would stop the engine's thread for milliseconds.
     gc.collect()
     gc.freeze()
+    generation = loaded.generation
     return OpenedModel(
         names=source.names,
-        text=TextProcessor(loaded.tokenizer, loaded.generation.eos_ids, engine.limits),
+        text=TextProcessor(
+            loaded.tokenizer, generation.eos_ids, engine.limits, generation.sampling
+        ),
         connect=lambda on_events, on_stop: EngineThread(engine, on_events, on_stop),
         config=replace(
             source.engine,

@@ -11,7 +11,7 @@ class ServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfoResponse(_message.Message):
-    __slots__ = ("version", "model_names", "dtype", "tensor_parallel_size", "slots", "max_model_len", "chunk_tokens", "page_size", "pages", "kv_capacity_tokens", "kv_offload_bytes", "prefix_cache", "deterministic", "determinism", "preset", "tpot_target_ms", "max_queued_requests", "max_queued_tokens", "uptime")
+    __slots__ = ("version", "model_names", "dtype", "tensor_parallel_size", "slots", "max_model_len", "chunk_tokens", "page_size", "pages", "kv_capacity_tokens", "kv_offload_bytes", "prefix_cache", "deterministic", "determinism", "preset", "tpot_target_ms", "max_queued_requests", "max_queued_tokens", "uptime", "generation")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAMES_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class ServerInfoResponse(_message.Message):
     MAX_QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     version: str
     model_names: _containers.RepeatedScalarFieldContainer[str]
     dtype: str
@@ -50,7 +51,36 @@ class ServerInfoResponse(_message.Message):
     max_queued_requests: int
     max_queued_tokens: int
     uptime: float
-    def __init__(self, version: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., pages: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., kv_offload_bytes: _Optional[int] = ..., prefix_cache: bool = ..., deterministic: bool = ..., determinism: _Optional[str] = ..., preset: _Optional[str] = ..., tpot_target_ms: _Optional[float] = ..., max_queued_requests: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., uptime: _Optional[float] = ...) -> None: ...
+    generation: GenerationDefaults
+    def __init__(self, version: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., pages: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., kv_offload_bytes: _Optional[int] = ..., prefix_cache: bool = ..., deterministic: bool = ..., determinism: _Optional[str] = ..., preset: _Optional[str] = ..., tpot_target_ms: _Optional[float] = ..., max_queued_requests: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., uptime: _Optional[float] = ..., generation: _Optional[_Union[GenerationDefaults, _Mapping]] = ...) -> None: ...
+
+class GenerationDefaults(_message.Message):
+    __slots__ = ("eos_token_ids", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_new_tokens", "max_length", "stop", "not_honoured")
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    NOT_HONOURED_FIELD_NUMBER: _ClassVar[int]
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    max_new_tokens: int
+    max_length: int
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    not_honoured: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, eos_token_ids: _Optional[_Iterable[int]] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., max_new_tokens: _Optional[int] = ..., max_length: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., not_honoured: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
     __slots__ = ()
@@ -183,3 +213,29 @@ class AbortRequest(_message.Message):
 class AbortResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ExpertLoadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ExpertLoadResponse(_message.Message):
+    __slots__ = ("time", "experts", "experts_per_token", "layers")
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    time: float
+    experts: int
+    experts_per_token: int
+    layers: _containers.RepeatedCompositeFieldContainer[LayerExperts]
+    def __init__(self, time: _Optional[float] = ..., experts: _Optional[int] = ..., experts_per_token: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerExperts, _Mapping]]] = ...) -> None: ...
+
+class LayerExperts(_message.Message):
+    __slots__ = ("layer", "tokens", "imbalance")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    imbalance: float
+    def __init__(self, layer: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., imbalance: _Optional[float] = ...) -> None: ...

@@ -54,6 +54,11 @@ class ControlStub(object):
                 request_serializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.AbortRequest.SerializeToString,
                 response_deserializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.ExpertLoad = channel.unary_unary(
+                '/jaxinfer.v1.Control/ExpertLoad',
+                request_serializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.ExpertLoadRequest.SerializeToString,
+                response_deserializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.ExpertLoadResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -88,6 +93,14 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExpertLoad(self, request, context):
+        """How evenly the tokens of a model with experts spread over them, since the start. Counted always,
+        sent only when asked.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -110,6 +123,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.AbortRequest.FromString,
                     response_serializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.AbortResponse.SerializeToString,
+            ),
+            'ExpertLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExpertLoad,
+                    request_deserializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.ExpertLoadRequest.FromString,
+                    response_serializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.ExpertLoadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -220,6 +238,33 @@ class Control(object):
             '/jaxinfer.v1.Control/Abort',
             jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.AbortRequest.SerializeToString,
             jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExpertLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxinfer.v1.Control/ExpertLoad',
+            jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.ExpertLoadRequest.SerializeToString,
+            jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.ExpertLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,
