@@ -112,7 +112,7 @@ from jaxinfer.params import abstract_params, init_params
 from jaxinfer.sharding import make_mesh, param_shardings, pool_sharding, replicated, sharding_of
 from test_sharding import TINY
 
-def attend(q, k, v):
+def attend(q, k, v, sinks):
     scores = jnp.einsum("tkgh,skh->kgts", q, k)
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     return jnp.einsum("kgts,skh->tkgh", jax.nn.softmax(jnp.where(causal, scores, -1e30)), v)

@@ -186,7 +186,7 @@ def dense_logits(params, tokens, *, config: ModelConfig):
     context = family.layer_context(config, jnp.arange(count))
     causal = jnp.arange(count)[None, :] <= jnp.arange(count)[:, None]
 
-    def attend(q, k, v):
+    def attend(q, k, v, sinks):
         scores = jnp.einsum("tkgd,skd->kgts", q, k) * config.head_dim**-0.5
         scores = jnp.where(causal, scores.astype(jnp.float32), -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)

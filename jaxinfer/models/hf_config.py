@@ -53,9 +53,9 @@ def _model_config(hf: dict[str, Any]) -> ModelConfig:
         raise ValueError(f"architectures = {architectures}: only ...ForCausalLM models are served")
     fp8_block(hf)  # refuses what no reader knows
     for key in ("num_hidden_layers", "n_layer"):  # before a list of so many is made
-        count = hf.get(key, 1)
-        if type(count) is int and count > _LIMITS["num_layers"]:
-            raise ValueError(f"{key} = {count}, expected at most {_LIMITS['num_layers']}")
+        count, limit = hf.get(key, 1), _LIMITS["num_layers"]
+        if type(count) is int and count > limit:
+            raise ValueError(f"num_layers = {count}, expected an integer from 1 to {limit}")
     return family.config_from_hf(hf, rope_config(hf))
 
 
