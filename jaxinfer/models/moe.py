@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.config import ModelConfig, MoeConfig
 from jaxinfer.models.base import HfSource, OnRouted
-from jaxinfer.models.expert_tensors import with_fused
+from jaxinfer.models.expert_tensors import stack, stack_gate_up, with_fused
 from jaxinfer.models.layers import (
     activate,
     add_bias,
@@ -82,14 +82,6 @@ def moe_sources(c: ModelConfig, m: MoeConfig, hf: str, names: Names) -> dict[str
     experts, width = f"{hf}{prefix}.experts.", c.hidden_size
     inner = (m.intermediate_size, width)
     count = range(m.num_experts)
-
-    def stack_gate_up(*parts: Any) -> Any:
-        xp = parts[0].__array_namespace__()
-        gates, ups = parts[: m.num_experts], parts[m.num_experts :]
-        return xp.stack([fuse_gate_up(g, u) for g, u in zip(gates, ups)])
-
-    def stack(*parts: Any) -> Any:
-        return parts[0].__array_namespace__().stack(parts)
 
     sources = {
         "router": HfSource({f"{hf}{prefix}.gate.weight": (m.num_experts, width)}),
