@@ -23,6 +23,7 @@ from jaxinfer.checkpoints.gguf_tokenizer import build_tokenizer
 from jaxinfer.checkpoints.source import Source
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of
+from jaxinfer.models.base import HfSource
 from jaxinfer.models.hf_config import model_config
 
 _SUFFIXES = (".weight", ".bias")
@@ -137,19 +138,23 @@ def _stored(config: ModelConfig, architecture: Architecture, file: GgufFile) -> 
     kind = next(k for k, n in MODEL_ARCH_NAMES.items() if n == file.metadata[_ARCHITECTURE])
     table = gguf.get_tensor_name_map(MODEL_ARCH(kind), config.num_layers)
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-    stored = {}
-    sources = family_of(config.family).hf_sources(config).values()
-    for form in (form for source in sources for form in (*source.others, source)):
+
+    def places(form: HfSource) -> dict[str, _Stored]:
+        found = {}
         for name, shape in form.tensors.items():
             own, expert = _own_name(table, name, file)
-            norm = name.endswith("norm.weight")
-            stored[name] = _Stored(
-                own,
-                shape,
-                expert,
-                heads.get(name.split(".")[-2], 0) if architecture.rotates_neighbours else 0,
-                architecture.norm_offset if norm else 0.0,
-            )
+            rows = heads.get(name.split(".")[-2], 0) if architecture.rotates_neighbours else 0
+            offset = architecture.norm_offset if name.endswith("norm.weight") else 0.0
+            found[name] = _Stored(own, shape, expert, rows, offset)
+        return found
+
+    def in_file(form: dict[str, _Stored]) -> bool:
+        return any(place.name in file.tensors for place in form.values())
+
+    stored: dict[str, _Stored] = {}
+    for source in family_of(config.family).hf_sources(config).values():
+        forms = [places(form) for form in (source, *source.others)]
+        stored |= next(filter(in_file, forms), forms[0])
     return stored
 
 
