@@ -140,7 +140,7 @@ def _stored(config: ModelConfig, architecture: Architecture, file: GgufFile) -> 
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
 
     def places(form: HfSource) -> dict[str, _Stored]:
-        found = {}
+        found: dict[str, _Stored] = {}
         for name, shape in form.tensors.items():
             own, expert = _own_name(table, name, file)
             rows = heads.get(name.split(".")[-2], 0) if architecture.rotates_neighbours else 0
@@ -154,7 +154,7 @@ def _stored(config: ModelConfig, architecture: Architecture, file: GgufFile) -> 
     stored: dict[str, _Stored] = {}
     for source in family_of(config.family).hf_sources(config).values():
         forms = [places(form) for form in (source, *source.others)]
-        stored |= next(filter(in_file, forms), forms[0])
+        stored |= next((form for form in forms if in_file(form)), forms[0])
     return stored
 
 
