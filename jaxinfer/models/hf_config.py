@@ -9,7 +9,7 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxinfer.config import ModelConfig, MoeConfig
+from jaxinfer.config import ModelConfig, MoeConfig, RopeConfig
 from jaxinfer.models import family_of
 from jaxinfer.models.hf_quantization import fp8_block
 from jaxinfer.models.rope_config import rope_config
