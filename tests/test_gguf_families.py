@@ -20,7 +20,7 @@ from jaxinfer.config import LayerKind
 from jaxinfer.models.hf_config import model_config
 
 EXACT, NOTICED = 1e-5, 4e-4  # of the largest logit
-UNSAID = {"qwen2", "qwen2_moe", "smollm3"}  # GGUF cannot say all of their oracles
+UNSAID = {"qwen2", "qwen2_moe", "smollm3", "gpt_oss"}  # GGUF cannot say all of their oracles
 
 
 def logits(path: Path, family: str) -> np.ndarray:
@@ -62,6 +62,21 @@ def test_every_format_gives_the_same_logits(tmp_path: Path, family: str) -> None
     assert inspect_checkpoint(whole).parameters == inspect_checkpoint(hf).parameters
 
 
+def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+    """Experts as MXFP4 and the rest in float32: the values that they stand for, and no others."""
+    four_bits = gguf.GGMLQuantizationType.MXFP4
+    whole = load_model(write_family_gguf(tmp_path / "f32.gguf", "gpt_oss"))
+    packed = load_model(write_family_gguf(tmp_path / "mxfp4.gguf", "gpt_oss", four_bits))
+    for name in ("experts_gate_up", "experts_down"):
+        one, other = (np.asarray(m.params["layers"][1][name]) for m in (whole, packed))
+        rows = one.reshape(-1, one.shape[-1])
+        wanted = gguf.dequantize(gguf.quantize(rows, four_bits), four_bits)
+        np.testing.assert_array_equal(other, wanted.reshape(one.shape))
+    for name in ("experts_gate_up_bias", "experts_down_bias", "sinks", "router_bias"):
+        one, other = (m.params["layers"][1][name] for m in (whole, packed))
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("family", "metadata"),
     [
@@ -85,6 +100,10 @@ def test_every_format_gives_the_same_logits(tmp_path: Path, family: str) -> None
         ("granite", {"granite.attention.scale": None}),
         ("granite", {"granite.logit_scale": None}),
         ("glm4", {"glm4.rope.dimension_count": 4}),
+        ("gpt_oss", {"gpt-oss.attention.sliding_window": 9}),
+        ("gpt_oss", {"gpt-oss.expert_used_count": 1}),
+        ("gpt_oss", {"gpt-oss.rope.scaling.factor": 2.0}),
+        ("gpt_oss", {"gpt-oss.rope.scaling.yarn_beta_slow": 1.0}),
     ],
 )
 def test_every_key_is_heeded(tmp_path: Path, family: str, metadata: dict[str, Any]) -> None:

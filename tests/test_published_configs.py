@@ -97,6 +97,15 @@ def test_windows_and_rotation_by_layer():
         (hf_config("nemotron") | {"hidden_act": "mish"}, "nemotron: hidden_act = 'mish'"),
         (hf_config("gemma") | {"hidden_act": "relu"}, "gemma: hidden_act = 'relu'"),
         (hf_config("cohere") | {"hidden_act": "gelu"}, "cohere: hidden_act = 'gelu'"),
+        (hf_config("gpt_oss") | {"hidden_act": "gelu"}, "gpt_oss: hidden_act = 'gelu'"),
+        (hf_config("gpt_oss") | {"swiglu_limit": 0}, "swiglu_limit = 0.0, expected a positive"),
+        (hf_config("gpt_oss") | {"num_experts_per_tok": 5}, "top_k = 5, expected .* from 1 to 4"),
+        (hf_config("mixtral") | {"num_local_experts": 0}, "num_experts = 0, expected an integer"),
+        (hf_config("olmoe") | {"num_experts_per_tok": 2.0}, "top_k = 2.0, expected an integer"),
+        (
+            hf_config("qwen2_moe") | {"shared_expert_intermediate_size": -1},
+            "shared_size = -1, expected a size or 0",
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused(hf, message):

@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "granite": ARCH.GRANITE,
     "smollm3": ARCH.SMOLLM3,
     "glm4": ARCH.GLM4,
+    "gpt_oss": ARCH.GPT_OSS,
 }
 SIDE_BY_SIDE = {"llama", "mistral", "mixtral", "granite", "smollm3"}
 PLUS_ONE = {"gemma2", "gemma3_text"}
@@ -58,6 +59,8 @@ NAMES = {
     "mlp.experts.gate_proj": T.FFN_GATE_EXP,
     "mlp.experts.up_proj": T.FFN_UP_EXP,
     "mlp.experts.down_proj": T.FFN_DOWN_EXP,
+    "mlp.router": T.FFN_GATE_INP,
+    "self_attn.sinks": T.ATTN_SINKS,
     "mlp.shared_expert.gate_proj": T.FFN_GATE_SHEXP,
     "mlp.shared_expert.up_proj": T.FFN_UP_SHEXP,
     "mlp.shared_expert.down_proj": T.FFN_DOWN_SHEXP,
@@ -74,6 +77,7 @@ _POST = {
 _GEMMA = _POST | {"pre_feedforward_layernorm": T.FFN_PRE_NORM}
 NORMS = {  # of families that name or place them otherwise
     "olmo2": _POST,
+    "gpt_oss": {"post_attention_layernorm": T.ATTN_POST_NORM},
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "glm4": {"post_self_attn_layernorm": T.ATTN_POST_NORM, "post_mlp_layernorm": T.FFN_POST_NORM},
@@ -84,7 +88,7 @@ def model_for_gguf(family: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """config.json and float32 tensors of a family's oracle.
 
     But for what GGUF cannot say: windows of qwen2, layers of qwen2_moe without experts, a rhythm of
-    smollm3 other than one in four.
+    smollm3 other than one in four, another activation of gpt_oss than the published one.
     """
     folder = ORACLE.parent / family
     hf = json.loads((folder / "config.json").read_text())
@@ -92,6 +96,8 @@ def model_for_gguf(family: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     if family == "qwen2":
         del hf["layer_types"]
         return hf | {"use_sliding_window": False}, tensors
+    if family == "gpt_oss":
+        return hf | {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}, tensors
     if family == "qwen2_moe":
         del hf["layer_types"]
         return hf | {"num_hidden_layers": 1, "mlp_only_layers": []}, _layers(tensors, [1])
@@ -149,7 +155,8 @@ def write_family_gguf(
     made = gguf_tensors(family, hf, held, experts_apart) | rope_tensors(hf) | (tensors or {})
     for name, value in made.items():
         if value is not None:
-            fits = value.ndim > 1 and value.shape[-1] % 32 == 0
+            matrix = value.ndim > 1 and not name.endswith(".bias")
+            fits = matrix and value.shape[-1] % 32 == 0
             kind = quantisation if fits else F32
             writer.add_tensor(name, gguf.quantize(value, kind), raw_dtype=kind)
     writer.write_header_to_file()
@@ -163,6 +170,8 @@ def gguf_tensors(
     family: str, hf: dict[str, Any], held: dict[str, np.ndarray], experts_apart: bool = False
 ) -> dict[str, np.ndarray]:
     """The tensors as a converter stores them."""
+    if family == "gpt_oss":
+        held = _apart(held)
     allowed = set(gguf.MODEL_TENSORS[ARCHITECTURES[family]]) | {T.OUTPUT}
     made: dict[str, np.ndarray] = {}
     experts: dict[str, list[tuple[int, np.ndarray]]] = {}
@@ -181,6 +190,24 @@ def gguf_tensors(
             made[own] = _converted(family, hf, rest, value)
     for own, parts in experts.items():
         made[own] = np.stack([value for _, value in sorted(parts, key=lambda part: part[0])])
+    return made
+
+
+def _apart(held: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """gpt-oss with each expert by itself: gates and ups alternate, weights are transposed."""
+    made: dict[str, np.ndarray] = {}
+    for name, value in held.items():
+        experts, _, projection = name.rpartition(".experts.")
+        kind = "bias" if projection.endswith("_bias") else "weight"
+        if not experts:
+            made[f"{name}.weight" if name.endswith("sinks") else name] = value
+            continue
+        for i, part in enumerate(value.swapaxes(1, -1) if kind == "weight" else value):
+            halves = {"down": part}
+            if "gate_up" in projection:
+                halves = {"gate": part[0::2], "up": part[1::2]}
+            for half, rows in halves.items():
+                made[f"{experts}.experts.{i}.{half}_proj.{kind}"] = rows
     return made
 
 
@@ -229,6 +256,12 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, hf: dict[str, Any]) -> No
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
     if rope["rope_type"] == "longrope":
         original = rope["original_max_position_embeddings"]
         extended = hf["max_position_embeddings"] / original

@@ -253,6 +253,17 @@ def _granite(get: Metadata) -> HfConfig:
     }
 
 
+def _gpt_oss(get: Metadata) -> HfConfig:
+    """The bounds of YaRN and the limit of the activation are not in its files."""
+    return {
+        "sliding_window": get("attention.sliding_window"),
+        "intermediate_size": get.one("expert_feed_forward_length", get.one("feed_forward_length")),
+        "num_local_experts": get("expert_count"),
+        "num_experts_per_tok": get("expert_used_count"),
+        "rope_parameters": rope_parameters(get.file, get.number) | {"truncate": False},
+    }
+
+
 # By `general.architecture`.
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", rotates_neighbours=True, more=_llama),
@@ -268,4 +279,5 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": Architecture("granite", rotates_neighbours=True, more=_granite),
     "smollm3": Architecture("smollm3", rotates_neighbours=True),
     "glm4": Architecture("glm4"),
+    "gpt-oss": Architecture("gpt_oss", more=_gpt_oss),
 }

@@ -23,11 +23,13 @@ from jaxinfer.checkpoints.gguf_tokenizer import build_tokenizer
 from jaxinfer.checkpoints.source import Source
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of
+from jaxinfer.models.base import HfSource
 from jaxinfer.models.hf_config import model_config
 
 _SUFFIXES = (".weight", ".bias")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)(\..*)")
 _UNLISTED = {"lm_head.weight": "output.weight"}  # gemma2 models have none, but may
+_SINKS = ".sinks"  # the one tensor whose Hugging Face name lacks a suffix
 _DEQUANTISE_AT_ONCE = 1 << 22  # values; its temporaries are several times as large
 
 
@@ -99,7 +101,8 @@ class GgufTensors:
 def _seen_shape(shape: tuple[int, ...], place: _Stored, experts: int) -> tuple[int, ...]:
     """The shape a tensor has under its Hugging Face name, if it is what it should be."""
     if place.expert is not None:
-        return shape[1:] if len(shape) == 3 and shape[0] == experts else shape
+        whole = len(shape) == len(place.shape) + 1 and shape[0] == experts
+        return shape[1:] if whole else shape
     if [n for n in shape if n != 1] == [n for n in place.shape if n != 1]:
         return place.shape  # sizes of one are left out of files
     return shape
@@ -135,18 +138,23 @@ def _stored(config: ModelConfig, architecture: Architecture, file: GgufFile) -> 
     kind = next(k for k, n in MODEL_ARCH_NAMES.items() if n == file.metadata[_ARCHITECTURE])
     table = gguf.get_tensor_name_map(MODEL_ARCH(kind), config.num_layers)
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-    stored = {}
-    for source in family_of(config.family).hf_sources(config).values():
-        for name, shape in source.tensors.items():
+
+    def places(form: HfSource) -> dict[str, _Stored]:
+        found: dict[str, _Stored] = {}
+        for name, shape in form.tensors.items():
             own, expert = _own_name(table, name, file)
-            norm = name.endswith("norm.weight")
-            stored[name] = _Stored(
-                own,
-                shape,
-                expert,
-                heads.get(name.split(".")[-2], 0) if architecture.rotates_neighbours else 0,
-                architecture.norm_offset if norm else 0.0,
-            )
+            rows = heads.get(name.split(".")[-2], 0) if architecture.rotates_neighbours else 0
+            offset = architecture.norm_offset if name.endswith("norm.weight") else 0.0
+            found[name] = _Stored(own, shape, expert, rows, offset)
+        return found
+
+    def in_file(form: dict[str, _Stored]) -> bool:
+        return any(place.name in file.tensors for place in form.values())
+
+    stored: dict[str, _Stored] = {}
+    for source in family_of(config.family).hf_sources(config).values():
+        forms = [places(form) for form in (source, *source.others)]
+        stored |= next((form for form in forms if in_file(form)), forms[0])
     return stored
 
 
@@ -159,6 +167,6 @@ def _own_name(table: gguf.TensorNameMap, name: str, file: GgufFile) -> tuple[str
     merged = expert[1] + expert[3] if expert else name
     own = table.get_name(merged, try_suffixes=_SUFFIXES) or _UNLISTED.get(name, name)
     if expert is None:
-        return own, None
+        return own + (".weight" if name.endswith(_SINKS) else ""), None
     apart = own.replace("_exps.", f".{expert[2]}.")  # as the first files with experts had them
     return (apart, None) if apart in file.tensors else (own, int(expert[2]))

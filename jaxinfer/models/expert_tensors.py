@@ -46,8 +46,11 @@ def fuse_experts(count: int, expert: Callable[[int], np.ndarray]) -> np.ndarray:
     return out
 
 
-def interleaved_sources(c: ModelConfig, m: MoeConfig, experts: str) -> dict[str, HfSource]:
-    """gpt-oss: rows of gate and up alternate; weights are MXFP4, or transposed and as they are."""
+def interleaved_sources(
+    c: ModelConfig, m: MoeConfig, experts: str, apart: dict[str, HfSource]
+) -> dict[str, HfSource]:
+    """gpt-oss: rows of gate and up alternate; weights are MXFP4, or transposed and as they are.
+    GGUF files have them `apart`, with biases likewise."""
     size, width, count = m.intermediate_size, c.hidden_size, m.num_experts
 
     def gate_up(rows: np.ndarray) -> np.ndarray:
@@ -71,12 +74,33 @@ def interleaved_sources(c: ModelConfig, m: MoeConfig, experts: str) -> dict[str,
         )
         return dataclasses.replace(packed, others=(plain,))
 
-    return {
+    def biases(projection: str, rows: int) -> dict[str, tuple[int, ...]]:
+        return {f"{experts}{i}.{projection}_proj.bias": (rows,) for i in range(count)}
+
+    sources = {
         "experts_gate_up": source("gate_up_proj", 2 * size, width, gate_up),
         "experts_down": source("down_proj", width, size, lambda rows: rows),
         "experts_gate_up_bias": HfSource(
             {f"{experts}gate_up_proj_bias": (count, 2 * size)},
-            lambda biases: fuse_experts(count, lambda i: gate_up(biases[i])),
+            lambda rows: fuse_experts(count, lambda i: gate_up(rows[i])),
+            others=(HfSource(biases("gate", size) | biases("up", size), stack_gate_up),),
         ),
-        "experts_down_bias": HfSource({f"{experts}down_proj_bias": (count, width)}),
+        "experts_down_bias": HfSource(
+            {f"{experts}down_proj_bias": (count, width)},
+            others=(HfSource(biases("down", width), stack),),
+        ),
     }
+    for name, form in apart.items():
+        others = (*sources[name].others, dataclasses.replace(form, others=()))
+        sources[name] = dataclasses.replace(sources[name], others=others)
+    return sources
+
+
+def stack_gate_up(*parts: Any) -> Any:
+    """Of arrays of all experts' gates, then all their ups."""
+    xp, half = parts[0].__array_namespace__(), len(parts) // 2
+    return xp.stack([fuse_gate_up(gate, up) for gate, up in zip(parts[:half], parts[half:])])
+
+
+def stack(*parts: Any) -> Any:
+    return parts[0].__array_namespace__().stack(parts)

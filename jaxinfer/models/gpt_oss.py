@@ -55,10 +55,11 @@ def hf_sources(c: ModelConfig) -> dict[str, HfSource]:
     sources = decoder_params.hf_sources(c)
     for i in range(c.num_layers):
         mlp = f"model.layers.{i}.mlp."
+        apart = {x: sources[f"layers.{i}.{x}"] for x in ("experts_gate_up", "experts_down")}
         own = {
             "router": HfSource({f"{mlp}router.weight": (c.moe.num_experts, c.hidden_size)}),
             "router_bias": HfSource({f"{mlp}router.bias": (c.moe.num_experts,)}),
-            **interleaved_sources(c, c.moe, f"{mlp}experts."),
+            **interleaved_sources(c, c.moe, f"{mlp}experts.", apart),
         }
         sources |= {f"layers.{i}.{name}": source for name, source in own.items()}
     return sources

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import ModelConfig, MoeConfig, RopeConfig
 from jaxinfer.models import family_of
 from jaxinfer.models.hf_quantization import fp8_block
 from jaxinfer.models.rope_config import rope_config
@@ -85,6 +85,21 @@ def check_sizes(c: ModelConfig) -> None:
     for rope in (c.rope, c.local_rope):
         if rope is not None:
             _check_rope(rope, (c.rotary_dim or c.head_dim) // 2)
+    if c.moe is not None:
+        _check_moe(c.moe)
+
+
+def _check_moe(m: MoeConfig) -> None:
+    limits = {"num_experts": 1 << 16, "top_k": m.num_experts, "intermediate_size": 1 << 22}
+    for name, limit in limits.items():
+        value = getattr(m, name)
+        if type(value) is not int or not 1 <= value <= limit:
+            raise ValueError(f"experts: {name} = {value!r}, expected an integer from 1 to {limit}")
+    if type(m.shared_size) is not int or not 0 <= m.shared_size <= 1 << 22:
+        raise ValueError(f"experts: shared_size = {m.shared_size!r}, expected a size or 0")
+    if m.swiglu_limit is not None:
+        _check_positive("swiglu_limit", m.swiglu_limit)
+        _check_positive("swiglu_alpha", m.swiglu_alpha)
 
 
 def _check_rope(rope: RopeConfig, pairs: int) -> None:
