@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxinfer.config import ModelConfig, MoeConfig
 from jaxinfer.models.base import HfSource, OnRouted
-from jaxinfer.models.expert_tensors import stack, stack_gate_up, with_fused
+from jaxinfer.models.expert_tensors import with_fused
 from jaxinfer.models.layers import (
     activate,
     add_bias,
