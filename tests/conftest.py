@@ -8,6 +8,7 @@ devices exist, and compiled programs are kept from one test run to the next.
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -21,6 +22,7 @@ if DEVICES not in os.environ.get("XLA_FLAGS", ""):
 
 import hypothesis
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 from jaxinfer.paths import cache_dir
@@ -47,3 +49,21 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
+
+
+MOST_MAPPINGS = 20_000  # of memory; Linux gives a process 65,530, and a compiler dies without
+
+
+@pytest.fixture(autouse=True, scope="module")
+def room_for_programs():
+    """Forget compiled programs after modules that left many: each is a hundred mappings."""
+    yield
+    forget_programs(MOST_MAPPINGS)
+
+
+def forget_programs(most: int) -> None:
+    """Forget compiled programs if there are more memory mappings than this."""
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > most:
+        jax.clear_caches()
+        gc.collect()

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from conftest import MOST_MAPPINGS, forget_programs
 from test_families import ORACLE_FAMILIES, family_folder, oracle
 from tiny_checkpoint import dense_logits
 
@@ -14,6 +15,13 @@ from jaxinfer.checkpoints import load_model
 from jaxinfer.config import EngineConfig
 from jaxinfer.kv_pool import kv_groups
 from jaxinfer.request import Request, SamplingParams, Submit
+
+
+@pytest.fixture(autouse=True)
+def room_for_each_familys_programs():
+    yield
+    forget_programs(MOST_MAPPINGS)
+
 
 PARAMS = SamplingParams(temperature=0, logprobs=5)
 LENGTHS = (40, 3, 17, 25)  # longer than the window, shorter, split by the chunk
