@@ -213,7 +213,9 @@ def _attention(device: jax.Device, groups: tuple[KVGroup, ...]) -> Implementatio
     version: str | None = getattr(device, "compute_capability", None)
     major, _, minor = (version or "").partition(".")
     capability = (int(major), int(minor)) if version else None
-    body = choose_body(device.platform, capability, *groups[0].dims, groups[0].dtype)
+    group = groups[0]
+    kind = device.device_kind
+    body = choose_body(device.platform, kind, capability, *group.dims, group.dtype)
     if body.why:
         logger.warning("attention is computed by XLA, not by kernels: %s (docs/gpu.md)", body.why)
     return body.implementation

@@ -199,7 +199,8 @@ def make_plan(
     model = dataclasses.replace(whole_model, num_layers=layers)
     groups = tuple(dataclasses.replace(g, layers=tuple(range(layers))) for g in groups)
     pools = abstract_pools(groups, pool_sharding(groups[0].layer_shape, mesh, groups[0].axes))
-    body = choose_body("cuda", target.compute_capability, *groups[0].dims, groups[0].dtype)
+    kind, dims = groups[0].dtype, groups[0].dims
+    body = choose_body("cuda", target.name, target.compute_capability, *dims, kind)
     step = StepModel(model, groups, body.implementation, mesh)
     state = (params_of(model), pools, slots, options, history)
     shapes = step_shapes(

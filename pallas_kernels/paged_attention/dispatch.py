@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, NamedTuple
+
+from jax.experimental.pallas import triton
 
 # "reference" loops up to the longest live sequence, which the host need not know: right for CPUs.
 # "reference_static" loops over the whole table: no loop condition is computed on the device.
@@ -32,6 +35,7 @@ class Body(NamedTuple):
 
 def choose_body(
     platform: str,
+    kind: str,
     capability: Capability | None,
     head_dim: int,
     value_dim: int,
@@ -39,13 +43,15 @@ def choose_body(
 ) -> Body:
     """The best body for pages of `page_dtype` with keys and values of these dimensions.
 
-    `capability` is the device's compute capability, None where there is no such thing.
+    `kind` is what the device calls itself, `capability` its compute capability, None where there
+    is no such thing.
     """
     if platform == "cpu":
         return Body("reference")
     problems = (
         (capability is None, f"there are kernels for NVIDIA GPUs only, not for {platform}"),
         (capability and capability < TENSOR_CORES, "the GPU is older than compute capability 8.0"),
+        (not _known(kind), f"this version of JAX does not know {kind!r} well enough"),
         (page_dtype not in PAGES, f"tensor cores would round {page_dtype} keys and values"),
         (
             capability and capability < PAGES.get(page_dtype, TENSOR_CORES),
@@ -59,3 +65,8 @@ def choose_body(
     )
     why = next((why for wrong, why in problems if wrong), "")
     return Body("reference_static" if why else "triton", why)
+
+
+def _known(kind: str) -> bool:
+    """Whether Pallas can compile for GPUs that call themselves so."""
+    return any(re.search(rf"\b{re.escape(gpu.value)}\b", kind) for gpu in triton.GpuVersion)

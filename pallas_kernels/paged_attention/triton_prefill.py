@@ -16,8 +16,9 @@ from pallas_kernels.paged_attention import triton_blocks as blocks
 from pallas_kernels.paged_attention.reference import TILE_ROWS
 from pallas_kernels.paged_attention.triton_blocks import Options, Pool
 
-# By dimensions of a value, at most: query rows and keys of a block.
-BLOCKS = ((128, 128, 64), (256, 64, 16), (1024, 32, 32))
+# By dimensions of a value, at most: query rows and keys of a block, warps, and stages of the loop.
+# The largest that no GPU spills registers for: see docs/kernels.md.
+BLOCKS = ((128, 128, 64, 8, 2), (256, 64, 16, 8, 1), (1024, 32, 32, 8, 2))
 
 
 def paged_prefill(
@@ -36,10 +37,12 @@ def paged_prefill(
     """See the package. A program computes some rows of one tile and key/value head; a row is one
     query head of one token. Rows of no tile are zero."""
     chunk, kv_heads, group, head_dim = q.shape
-    most, keys = next((rows, keys) for limit, rows, keys in BLOCKS if value_dim <= limit)
+    most, keys, warps, stages = next(block for limit, *block in BLOCKS if value_dim <= limit)
     rows = min(blocks.power_of_two(TILE_ROWS * group), most)
     if pool.k_scale is not None:  # registers hold quantised keys and values twice
         rows, keys = min(rows, 64), min(keys, 32)
+    if window is not None:  # and masks of two sides
+        keys = min(keys, 32)
     page_size = pool.k.shape[2]
     o = Options(head_dim, value_dim, page_size, group, rows, keys, scale, window, soft_cap)
     arrays = [q, page_table, tiles]
@@ -51,7 +54,7 @@ def paged_prefill(
         grid=(tiles.shape[0], kv_heads, pl.cdiv(TILE_ROWS * group, rows)),
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
         input_output_aliases={len(arrays): 0},
-        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="paged_prefill",
     )(*arrays, out)
