@@ -45,6 +45,11 @@ class KVGroup:
         return 2 if self.value_dim is None else 1
 
     @property
+    def dims(self) -> tuple[int, int]:
+        """Dimensions of a key and of a value."""
+        return self.head_dim, self.value_dim or self.head_dim
+
+    @property
     def axes(self) -> tuple[str | None, ...]:
         """Logical axes of the pages: a latent is that of all heads, so every device has it."""
         return POOL_AXES if self.value_dim is None else LATENT_AXES

@@ -20,7 +20,8 @@ from jaxinfer.program_store import ProgramStore
 from jaxinfer.sampler import VARIANTS, SampleRows, Variant, sample
 from jaxinfer.sharding import replicated
 from jaxinfer.slot_state import HISTORY_CHUNK, History, Options, Slots, admission_size
-from jaxinfer.step import StepModel, admit, forward, load_history
+from jaxinfer.step import admit, forward, load_history
+from jaxinfer.step_model import StepModel
 from jaxinfer.step_plan import MAX_PIECES, StepShape
 
 FEWEST_ROWS = 8  # the rung between one stream and doublings

@@ -51,10 +51,10 @@ from jaxinfer.slot_state import (
     empty_options,
     empty_slots,
 )
-from jaxinfer.step import StepModel
+from jaxinfer.step_model import StepModel
 from jaxinfer.step_plan import StepShape
 from jaxinfer.validation import EngineLimits
-from pallas_kernels.paged_attention import Implementation
+from pallas_kernels.paged_attention import Implementation, choose_body
 
 if TYPE_CHECKING:
     from jaxinfer.checkpoints import LoadedModel
@@ -167,9 +167,7 @@ def _builder(
 ) -> Build:
     """What compiles the programs of some shapes, or loads them, into a runner's table."""
     block = ATTENTION_BLOCK if config.deterministic else None
-    step_model = StepModel(model, groups, _attention(jax.devices()[0]), mesh, block)
-    if model.mla and step_model.attention != "reference":
-        logger.info("latent attention: no kernel for this device, XLA computes it (docs/gpu.md)")
+    step_model = StepModel(model, groups, _attention(jax.devices()[0], groups), mesh, block)
     state = (runner.params, runner.pools, runner.slots, runner.options, runner.history)
     store = None  # which keeps programs of a single device only
     if mesh is None:
@@ -210,8 +208,17 @@ def param_placement(config: EngineConfig) -> Callable[[ParamSpec], Any] | None:
     return None if mesh is None else functools.partial(sharding_of, mesh=mesh)
 
 
-def _attention(device: jax.Device) -> Implementation:
-    return "reference" if device.platform == "cpu" else "reference_static"
+def _attention(device: jax.Device, groups: tuple[KVGroup, ...]) -> Implementation:
+    """What computes attention; the log says why if it is no kernel on a GPU."""
+    version: str | None = getattr(device, "compute_capability", None)
+    major, _, minor = (version or "").partition(".")
+    capability = (int(major), int(minor)) if version else None
+    group = groups[0]
+    kind = device.device_kind
+    body = choose_body(device.platform, kind, capability, *group.dims, group.dtype)
+    if body.why:
+        logger.warning("attention is computed by XLA, not by kernels: %s (docs/gpu.md)", body.why)
+    return body.implementation
 
 
 def _scheduler(

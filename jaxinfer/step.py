@@ -7,16 +7,14 @@ of pieces of several prompts. Pure; pool and slot state are donated, tokens stay
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxinfer.attention import attend_pages, write
 from jaxinfer.config import LayerKind, ModelConfig
-from jaxinfer.kv_pool import KVGroup, Pools
+from jaxinfer.kv_pool import Pools
 from jaxinfer.models import family_of
 from jaxinfer.models.base import LayerContext
 from jaxinfer.params import Tree
@@ -25,45 +23,11 @@ from jaxinfer.sharding import constrain
 from jaxinfer.slot_state import Slots
 from jaxinfer.slot_state import admit as _admit
 from jaxinfer.slot_state import load_history as _load_history
+from jaxinfer.step_model import Placement, StepModel
 from jaxinfer.step_plan import StepShape, layout
-from pallas_kernels.paged_attention import (
-    Implementation,
-    paged_attention,
-    paged_prefill,
-    write_kv,
-    write_latent,
-)
 
 admit = jax.jit(_admit, donate_argnames=("slots", "options"))
 load_history = jax.jit(_load_history, donate_argnames=("history",))
-
-
-@dataclass(frozen=True, slots=True)
-class StepModel:
-    """The static side of a step: what is computed, how attention is, and over which devices.
-
-    `attention_block`: keys that attention takes at once; None: what is fastest for the rows.
-    """
-
-    config: ModelConfig
-    groups: tuple[KVGroup, ...]
-    attention: Implementation
-    mesh: Mesh | None = None
-    attention_block: int | None = None
-
-    def group_of(self, layer: int) -> int:
-        return next(i for i, group in enumerate(self.groups) if layer in group.layers)
-
-
-class Placement(NamedTuple):
-    """Where the tokens of a step go in one KV group, and what attention needs to know."""
-
-    pages: Int[Array, " T"]
-    offsets: Int[Array, " T"]
-    table: Int[Array, "N W"]
-    decode_table: Int[Array, "S W"]
-    kv_lens: Int[Array, " S"]
-    tiles: Int[Array, "tiles 4"] | None
 
 
 @functools.partial(jax.jit, static_argnames=("model", "shape"), donate_argnames=("pools", "slots"))
@@ -151,25 +115,8 @@ def _layer(
         sinks: Float[Array, "KV G"] | None = None,
     ) -> Float[Array, "T KV G vd"]:
         nonlocal stored
-        stored = _write(config, pool, place, k, v)
-        pages = (stored[0], stored[1] if v is not None else None)
-        rows = place.kv_lens.shape[0]
-        how: dict[str, Any] = {
-            "scale": config.scale,
-            "window": kind.window,
-            "soft_cap": config.attention_soft_cap,
-            "sinks": sinks,
-            "implementation": model.attention,
-            "block": model.attention_block,
-            "value_dim": config.value_dim,
-        }
-        parts = []
-        if rows:
-            decode = (place.decode_table, place.kv_lens)
-            parts.append(paged_attention(q[:rows], *pages, *decode, **how))
-        if place.tiles is not None:
-            parts.append(paged_prefill(q[rows:], *pages, place.table, place.tiles, **how))
-        return jnp.concatenate(parts)
+        stored = write(config, pool, place, k, v)
+        return attend_pages(model, kind, place, q, stored, sinks)
 
     def on_routed(chosen: Int[Array, "T k"]) -> None:
         nonlocal experts
@@ -193,17 +140,6 @@ def _expert_load(
     load = jnp.zeros(layers * experts, jnp.int32)
     load = load.at[places.reshape(-1)].add(ones.reshape(-1), mode="promise_in_bounds")
     return load.reshape(layers, experts)
-
-
-def _write(
-    config: ModelConfig, pool: tuple[Array, ...], place: Placement, k: Array, v: Array | None
-) -> tuple[Array, ...]:
-    """The pool with the step's keys and values; without `v`, keys begin with values."""
-    where = (place.pages, place.offsets, k)
-    if v is None:
-        assert config.value_dim is not None
-        return (write_latent(pool[0], *where, config.value_dim),)
-    return write_kv(pool[0], pool[1], *where, v)
 
 
 def _map_pages(slots: Slots, deltas: Int[Array, "G D 3"]) -> Slots:

@@ -28,7 +28,7 @@ from jaxinfer.params import abstract_params
 from jaxinfer.programs import program_set, step_shapes
 from jaxinfer.sharding import MESH_AXES, ShardingError, param_shardings
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
-from jaxinfer.step import StepModel
+from jaxinfer.step_model import StepModel
 from pallas_kernels.paged_attention import paged_attention, paged_prefill, write_latent
 
 TOKENS = 20

@@ -24,7 +24,7 @@ from jaxinfer.sequence import Sequence
 from jaxinfer.sharding import make_mesh, pool_sharding
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
 from jaxinfer.startup import build_engine
-from jaxinfer.step import StepModel
+from jaxinfer.step_model import StepModel
 from jaxinfer.step_plan import MAX_PIECES, Piece, StepPlan
 
 GROUPS = (

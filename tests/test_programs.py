@@ -28,7 +28,7 @@ from jaxinfer.programs import (
     step_shapes,
 )
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
-from jaxinfer.step import StepModel
+from jaxinfer.step_model import StepModel
 from jaxinfer.step_plan import MAX_PIECES, TILE_ROWS, StepShape
 from pallas_kernels.paged_attention import TILE_ROWS as KERNEL_TILE_ROWS
 

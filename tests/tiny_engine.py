@@ -85,7 +85,7 @@ def built(setup: Setup) -> Engine:
     model = types.SimpleNamespace(config=TINY, params=tiny_params(setup.dtype))
     with pytest.MonkeyPatch.context() as patch:
         if setup.attention:
-            patch.setattr(startup, "_attention", lambda device: setup.attention)
+            patch.setattr(startup, "_attention", lambda device, groups: setup.attention)
         if setup.differs:
             found = iter([("a row", 0, np.zeros(42, np.int32))])
             patch.setattr(determinism, "invariant_ways", lambda *args: found)

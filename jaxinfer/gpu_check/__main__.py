@@ -19,7 +19,8 @@ def main() -> None:
     args = parser.parse_args()
     plan = make_plan(TARGETS[args.device], args.ways, args.layers, model_of(args.program))
     program = plan.programs[args.program]
-    print(json.dumps(examine(program, plan.expectation(program)).to_json()))
+    result = examine(program, plan.expectation(program), plan.model.mesh)
+    print(json.dumps(result.to_json()))
 
 
 if __name__ == "__main__":

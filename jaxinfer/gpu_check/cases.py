@@ -20,8 +20,9 @@ from jaxinfer.params import Tree, abstract_params
 from jaxinfer.programs import Lowerable, program_set, step_shapes
 from jaxinfer.sharding import make_mesh, pool_sharding, replicated, sharding_of
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
-from jaxinfer.step import StepModel
+from jaxinfer.step_model import StepModel
 from jaxinfer.step_plan import StepShape
+from pallas_kernels.paged_attention import choose_body
 
 LLAMA_3_8B = ModelConfig(
     family="llama",
@@ -198,7 +199,9 @@ def make_plan(
     model = dataclasses.replace(whole_model, num_layers=layers)
     groups = tuple(dataclasses.replace(g, layers=tuple(range(layers))) for g in groups)
     pools = abstract_pools(groups, pool_sharding(groups[0].layer_shape, mesh, groups[0].axes))
-    step = StepModel(model, groups, "reference_static", mesh)
+    kind, dims = groups[0].dtype, groups[0].dims
+    body = choose_body("cuda", target.name, target.compute_capability, *dims, kind)
+    step = StepModel(model, groups, body.implementation, mesh)
     state = (params_of(model), pools, slots, options, history)
     shapes = step_shapes(
         engine.max_num_seqs, engine.max_num_batched_tokens, engine.page_size, len(groups)

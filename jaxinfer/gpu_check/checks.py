@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxinfer.gpu_check.cases import Expectation, device_bytes
 from jaxinfer.gpu_check.hlo import COLLECTIVES, SILENT, Module, Scheduled
@@ -68,11 +69,13 @@ class Result:
         )
 
 
-def examine(program: Lowerable, expect: Expectation) -> Result:
+def examine(program: Lowerable, expect: Expectation, mesh: Mesh | None) -> Result:
     """Compile and check. Raises what the compiler raises."""
     start = _cpu_seconds()
-    lowered = program.lower()
-    compiled = lowered.compile()
+    assert mesh is not None
+    with jax.set_mesh(mesh):  # kernels are compiled for the device they find there
+        lowered = program.lower()
+        compiled = lowered.compile()
     seconds = _cpu_seconds() - start
     return Result(program.name, seconds, *assess(lowered, compiled, expect))
 

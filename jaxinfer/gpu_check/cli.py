@@ -8,18 +8,21 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from jaxinfer.gpu_check import kernel_report
 from jaxinfer.gpu_check.cases import FEW_LAYERS, PROGRAMS, model_of
 from jaxinfer.gpu_check.checks import Result
 from jaxinfer.gpu_check.target import TARGETS, environment
 
 TIMEOUT = 900  # seconds for one program
+RECORDED = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 INSTALL = "the compiler for GPUs is not installed; run: pip install '.[gpu-check]'"
 
 
@@ -69,6 +72,12 @@ def main(
     ] = None,
     jobs: Annotated[int, typer.Option(help="Compilers at a time.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    kernels: Annotated[
+        bool, typer.Option(help="The attention kernels by themselves, for every kind of GPU.")
+    ] = False,
+    record: Annotated[
+        bool, typer.Option(help="With --kernels: write their figures into docs/kernels.md.")
+    ] = False,
 ) -> None:
     """Compile the step for GPUs this machine does not have, and assert on what would run.
 
@@ -78,6 +87,8 @@ def main(
     if importlib.util.find_spec("jax_plugins") is None:
         errors.print(INSTALL, markup=False)
         raise typer.Exit(2)
+    if kernels:
+        raise typer.Exit(_check_kernels(errors, jobs, record, as_json))
     if device not in TARGETS or not set(gpus or ()) <= set(PROGRAMS):
         errors.print(f"--device is one of {', '.join(TARGETS)}; --gpus is 1 or 8", markup=False)
         raise typer.Exit(2)
@@ -110,6 +121,23 @@ def main(
                     f"failed: {where}{check.name}: {check.detail}", markup=False, soft_wrap=True
                 )
     raise typer.Exit(1 if failed else 0)
+
+
+def _check_kernels(errors: Console, jobs: int, record: bool, as_json: bool) -> int:
+    """Compile the kernels, show their figures, and return the exit status."""
+    with errors.status("compiling kernels"):
+        report = kernel_report.compile_everywhere(jobs=jobs)
+    if as_json:
+        rows = {target: [asdict(kernel) for kernel in found] for target, found in report.items()}
+        print(json.dumps(rows, indent=2))
+    else:
+        print(kernel_report.table(report), end="")
+    wrong = kernel_report.problems(report, "" if record else RECORDED.read_text())
+    for problem in wrong:
+        errors.print(f"failed: {problem}", markup=False, soft_wrap=True)
+    if record and not wrong:
+        kernel_report.write(report, RECORDED)
+    return 1 if wrong else 0
 
 
 def _row(job: Job, result: Result) -> dict:

@@ -10,16 +10,13 @@ leading `value_dim` of a key is its value.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention import reference
-
-# "reference" loops up to the longest live sequence, which the host need not know: right for CPUs.
-# "reference_static" loops over the whole table: no loop condition is computed on the device.
-Implementation = Literal["reference", "reference_static"]
+from pallas_kernels.paged_attention import reference, triton_blocks, triton_decode, triton_prefill
+from pallas_kernels.paged_attention.dispatch import Body, Implementation, choose_body
 
 
 def paged_attention(
@@ -42,11 +39,14 @@ def paged_attention(
     Softmax in float32. Rows with `kv_lens` 0 return zeros. With a `window`, a query sees so many
     tokens, itself included; `soft_cap` c makes scores c * tanh(score / c). `sinks` are scores of a
     key that every query sees and that has no value: a term of the softmax's denominator. `block` is
-    how many keys are taken at once; None: what is fastest for as many rows. A row's result depends
-    on it in the last bits.
+    how many keys the reference takes at once, by which a row's result differs in the last bits;
+    None: what is fastest for as many rows.
     """
-    dynamic, seen = implementation == "reference", reference.Seen(window, soft_cap, sinks)
     pool = _pool(k_pool, v_pool, value_dim)
+    if implementation.startswith("triton"):
+        pages, how = _for_triton(pool, implementation, scale, window, soft_cap)
+        return triton_decode.paged_attention(q, pages, page_table, kv_lens, sinks, **how)
+    dynamic, seen = implementation == "reference", reference.Seen(window, soft_cap, sinks)
     return reference.paged_attention(q, pool, page_table, kv_lens, scale, seen, dynamic, block)
 
 
@@ -72,8 +72,11 @@ def paged_prefill(
     row that matters; tiles with 0 rows are padding. The pool holds the chunk's own k and v already.
     `window`, `soft_cap`, `sinks` and `block` as for `paged_attention`.
     """
-    dynamic, seen = implementation == "reference", reference.Seen(window, soft_cap, sinks)
     pool = _pool(k_pool, v_pool, value_dim)
+    if implementation.startswith("triton"):
+        pages, how = _for_triton(pool, implementation, scale, window, soft_cap)
+        return triton_prefill.paged_prefill(q, pages, page_table, tiles, sinks, **how)
+    dynamic, seen = implementation == "reference", reference.Seen(window, soft_cap, sinks)
     return reference.paged_prefill(q, pool, page_table, tiles, scale, seen, dynamic, block)
 
 
@@ -125,11 +128,31 @@ def _pool(k_pool: Array, v_pool: Array | None, value_dim: int | None) -> referen
     raise ValueError("attention takes either v_pool or the value_dim of keys that begin with it")
 
 
+def _for_triton(
+    pool: reference.Pool,
+    implementation: Implementation,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> tuple[triton_blocks.Pool, dict[str, Any]]:
+    """The pages and the options of a kernel's call. Its blocks follow from shapes alone."""
+    how = {
+        "scale": scale,
+        "value_dim": pool.value_dim,
+        "window": window,
+        "soft_cap": soft_cap,
+        "interpret": implementation == "triton_interpreted",
+    }
+    return triton_blocks.Pool(pool.k, pool.v), how
+
+
 TILE_ROWS = reference.TILE_ROWS
 
 __all__ = [
     "TILE_ROWS",
+    "Body",
     "Implementation",
+    "choose_body",
     "paged_attention",
     "paged_prefill",
     "write_kv",

@@ -1,0 +1,72 @@
+"""Which body computes attention on a device: one table, by device and feature."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple
+
+from jax.experimental.pallas import triton
+
+# "reference" loops up to the longest live sequence, which the host need not know: right for CPUs.
+# "reference_static" loops over the whole table: no loop condition is computed on the device.
+# "triton" are the kernels for NVIDIA GPUs; "triton_interpreted" runs them anywhere, for tests.
+Implementation = Literal["reference", "reference_static", "triton", "triton_interpreted"]
+
+Capability = tuple[int, int]  # CUDA's compute capability
+TENSOR_CORES: Capability = (8, 0)
+# Element types of pages that the kernels read, and the oldest GPUs that can convert them.
+PAGES: dict[str, Capability] = {
+    "bfloat16": (8, 0),
+    "float16": (8, 0),
+    "int8": (8, 0),
+    "float8_e4m3fn": (8, 9),
+    "float8_e5m2": (8, 9),
+}
+DIMENSIONS = 16  # of keys and values: a tensor core takes so many at once
+WIDEST = 1024  # dimensions of a value
+
+
+class Body(NamedTuple):
+    """An implementation, and why it is no kernel where kernels would be expected."""
+
+    implementation: Implementation
+    why: str = ""
+
+
+def choose_body(
+    platform: str,
+    kind: str,
+    capability: Capability | None,
+    head_dim: int,
+    value_dim: int,
+    page_dtype: str,
+) -> Body:
+    """The best body for pages of `page_dtype` with keys and values of these dimensions.
+
+    `kind` is what the device calls itself, `capability` its compute capability, None where there
+    is no such thing.
+    """
+    if platform == "cpu":
+        return Body("reference")
+    problems = (
+        (capability is None, f"there are kernels for NVIDIA GPUs only, not for {platform}"),
+        (capability and capability < TENSOR_CORES, "the GPU is older than compute capability 8.0"),
+        (not _known(kind), f"this version of JAX does not know {kind!r} well enough"),
+        (page_dtype not in PAGES, f"tensor cores would round {page_dtype} keys and values"),
+        (
+            capability and capability < PAGES.get(page_dtype, TENSOR_CORES),
+            f"{page_dtype} pages need a newer GPU",
+        ),
+        (
+            head_dim % DIMENSIONS or value_dim % DIMENSIONS,
+            f"heads of {head_dim} and {value_dim} are no multiples of {DIMENSIONS}",
+        ),
+        (value_dim > WIDEST, f"values of {value_dim} dimensions do not fit into registers"),
+    )
+    why = next((why for wrong, why in problems if wrong), "")
+    return Body("reference_static" if why else "triton", why)
+
+
+def _known(kind: str) -> bool:
+    """Whether Pallas can compile for GPUs that call themselves so."""
+    return any(re.search(rf"\b{re.escape(gpu.value)}\b", kind) for gpu in triton.GpuVersion)

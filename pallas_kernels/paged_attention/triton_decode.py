@@ -1,0 +1,131 @@
+"""Decode attention for GPUs by Triton: one query token a row, split over the keys where rows and
+heads alone cannot fill the device (flash-decoding, Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention import triton_blocks as blocks
+from pallas_kernels.paged_attention.triton_blocks import Options, Pool
+
+WIDE = 256  # dimensions of a value from which on blocks are smaller
+MOST_SPLITS = 16
+WANTED_PROGRAMS = 264  # two for each multiprocessor of a large GPU
+SPLIT_KEYS = 256  # keys that are worth a program of their own
+
+
+def paged_attention(
+    q: Float[Array, "S KV G hd"],
+    pool: Pool,
+    page_table: Int[Array, "S W"],
+    kv_lens: Int[Array, " S"],
+    sinks: Float[Array, "KV G"] | None,
+    *,
+    scale: float,
+    value_dim: int,
+    window: int | None,
+    soft_cap: float | None,
+    interpret: bool = False,
+) -> Float[Array, "S KV G vd"]:
+    """See the package. Each row's keys are divided over as many programs as shapes alone say, so
+    its result does not depend on its neighbours."""
+    slots, kv_heads, group, head_dim = q.shape
+    page_size, wide = pool.k.shape[2], value_dim >= WIDE
+    rows = min(max(blocks.FEWEST, blocks.power_of_two(group)), 16 if wide else 64)
+    keys = 32 if wide else 64
+    o = Options(head_dim, value_dim, page_size, group, rows, keys, scale, window, soft_cap)
+    row_blocks, longest = pl.cdiv(group, rows), page_table.shape[1] * page_size
+    heads = kv_heads * row_blocks
+    splits = num_splits(slots * heads, longest if window is None else min(longest, window))
+    shape = (slots, kv_heads, group, splits)
+    scales = [] if pool.k_scale is None else [pool.k_scale, pool.v_scale]
+    top, total, values = pl.pallas_call(
+        functools.partial(_kernel, o, row_blocks, splits, pool.v is not None),
+        grid=(slots, heads, splits),
+        out_shape=[
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+            jax.ShapeDtypeStruct((*shape, value_dim), jnp.float32),
+        ],
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="paged_attention",
+    )(q, page_table, kv_lens, pool.k, *([] if pool.v is None else [pool.v]), *scales)
+    return _combine(top, total, values, sinks, kv_lens, q.dtype)
+
+
+def num_splits(programs: int, longest: int) -> int:
+    """Programs that share a row's keys: enough to fill a device, none for a few keys."""
+    wanted = pl.cdiv(WANTED_PROGRAMS, programs)
+    return max(1, min(wanted, MOST_SPLITS, pl.cdiv(longest, SPLIT_KEYS)))
+
+
+def _kernel(
+    o: Options,
+    row_blocks: int,
+    splits: int,
+    values_apart: bool,
+    q_ref: Any,
+    table: Any,
+    lens: Any,
+    *refs: Any,
+) -> None:
+    pages, (top_ref, total_ref, values_ref) = refs[:-3], refs[-3:]
+    pool = Pool(*pages) if values_apart else Pool(pages[0], None, *pages[1:])
+    slot, split = pl.program_id(0), pl.program_id(2)
+    head, part = pl.program_id(1) // row_blocks, pl.program_id(1) % row_blocks
+    length = plgpu.load(lens.at[slot])
+    rows = part * o.rows + jnp.arange(o.rows)
+    real = rows < o.group
+    q = blocks.load_queries(o, pool, lambda dims: q_ref.at[slot, head, rows[:, None], dims], real)
+    first = 0 if o.window is None else jnp.maximum(length - o.window, 0)
+    begin, end = first // o.keys, pl.cdiv(length, o.keys)
+    share = pl.cdiv(end - begin, splits)
+    begin = begin + split * share
+
+    def seen(keys: Any) -> tuple[Any, Any]:
+        exist = (keys >= first) & (keys < length)
+        return exist, exist[None, :] & real[:, None]
+
+    turn = functools.partial(blocks.attend_block, o, pool, table, slot, head, q)
+    top, total, values = lax.fori_loop(
+        begin,
+        jnp.minimum(begin + share, end),
+        lambda i, state: turn(i, seen, state),
+        blocks.start_state(o),
+    )
+    plgpu.store(top_ref.at[slot, head, rows, split], top, mask=real)
+    plgpu.store(total_ref.at[slot, head, rows, split], total, mask=real)
+    for dims, value in zip(blocks.parts(o.value_dim), values):
+        where = values_ref.at[slot, head, rows[:, None], split, blocks.dims_of(dims)]
+        plgpu.store(where, value, mask=real[:, None])
+
+
+def _combine(
+    top: Float[Array, "S KV G N"],
+    total: Float[Array, "S KV G N"],
+    values: Float[Array, "S KV G N vd"],
+    sinks: Float[Array, "KV G"] | None,
+    kv_lens: Int[Array, " S"],
+    dtype: jnp.dtype,
+) -> Float[Array, "S KV G vd"]:
+    """The parts of a row weighted by what each found; XLA fuses it."""
+    highest = jnp.max(top, axis=-1)
+    if sinks is not None:
+        highest = jnp.maximum(highest, sinks.astype(jnp.float32)[None])
+    weights = jnp.exp(top - highest[..., None])
+    whole = jnp.sum(weights * total, axis=-1)
+    if sinks is not None:
+        whole += jnp.exp(sinks.astype(jnp.float32)[None] - highest)
+    out = jnp.sum(weights[..., None] * values, axis=-2)
+    out = out / jnp.where(whole == 0, 1.0, whole)[..., None]  # NaN stays: the row failed
+    return jnp.where((kv_lens > 0)[:, None, None, None], out, 0).astype(dtype)

@@ -1,0 +1,173 @@
+"""The Triton kernels, interpreted, against dense attention in float64: every feature of the
+contract, over pools in which everything that must not be read is NaN."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import triton_blocks, triton_decode, triton_prefill
+from pallas_kernels.paged_attention.triton_blocks import Pool
+
+SCALE, KV_HEADS, PAGES = 0.3, 2, 24
+LENGTHS = (0, 1, 47, 90)  # of four rows, whose pages lie anywhere
+TILES = ((0, 30, 3, 60), (30, 5, 2, 42), (0, 0, 0, 0))  # the ends of the last two
+CHUNK = 38  # rows of no tile follow
+
+# head_dim, value_dim (None: values apart), group, page_size, window, soft_cap, sinks, quantised
+PLAIN = (16, None, 2, 16, None, None, False, None)
+CASES = {
+    "plain": PLAIN,
+    "head of 80, 3 queries a key": (80, None, 3, 32, None, None, False, None),
+    "window": (32, None, 1, 16, 20, None, False, None),
+    "soft cap": (32, None, 4, 64, None, 1.5, False, None),
+    "sinks": (16, None, 2, 16, None, None, True, None),
+    "window, cap and sinks": (48, None, 2, 16, 9, 2.0, True, None),
+    "latent": (48, 32, 20, 16, None, None, False, None),
+    "int8": (32, None, 2, 16, None, None, False, jnp.int8),
+    "fp8 in a window": (32, None, 2, 32, 30, None, False, jnp.float8_e4m3fn),
+}
+EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+class Paged:
+    """Rows of random keys and values in a pool that is NaN wherever nobody may look."""
+
+    def __init__(self, case) -> None:
+        self.head_dim, self.value_dim, self.group, self.page_size = case[:4]
+        self.window, self.soft_cap, with_sinks, self.stored = case[4:]
+        self.rng = rng = np.random.default_rng(7)
+        self.width = -(-max(LENGTHS) // self.page_size) + 1
+        pages = rng.permutation(np.arange(1, PAGES)).tolist()
+        self.table = np.zeros((len(LENGTHS), self.width), np.int32)
+        shape = (PAGES, KV_HEADS, self.page_size)
+        self.k, self.v = (np.full((*shape, self.head_dim), np.nan, np.float32) for _ in "kv")
+        scales = np.full((2, *shape), np.nan, np.float32)
+        for row, length in enumerate(LENGTHS):
+            count = -(-length // self.page_size)
+            self.table[row, :count] = [pages.pop() for _ in range(count)]
+            for i in range(length):
+                at = self.table[row, i // self.page_size], slice(None), i % self.page_size
+                self.k[at], self.v[at] = rng.normal(size=(2, KV_HEADS, self.head_dim))
+                scales[0][at], scales[1][at] = rng.uniform(0.5, 2, size=(2, KV_HEADS))
+        self.table[1, 2] = PAGES - 1  # past its length: a page of somebody else, or of nobody
+        self.scales = scales if self.stored else np.ones_like(scales)
+        self.sinks = rng.normal(size=(KV_HEADS, self.group)) if with_sinks else None
+        if self.stored is not None:  # integers have no NaN: their scales say it
+            self.k, self.v = (np.round(4 * np.nan_to_num(x)) for x in (self.k, self.v))
+
+    def pool(self) -> Pool:
+        dtype = self.stored or jnp.float32
+        k, v = jnp.asarray(self.k, dtype), jnp.asarray(self.v, dtype)
+        if self.stored is not None:
+            return Pool(k, v, *(jnp.asarray(scale) for scale in self.scales))
+        return Pool(k) if self.value_dim else Pool(k, v)
+
+    def queries(self, rows: int) -> np.ndarray:
+        shape = (rows, KV_HEADS, self.group, self.head_dim)
+        return self.rng.normal(size=shape).astype(np.float32)
+
+    def dense(self, q: np.ndarray, row: int, position: int) -> np.ndarray:
+        """One query [KV, G, hd] at a position of a row, in float64."""
+        first = 0 if self.window is None else max(0, position - self.window + 1)
+        where = np.arange(first, position + 1)
+        pages, offsets = self.table[row, where // self.page_size], where % self.page_size
+        k, v = (
+            (x[pages, :, offsets] * scale[pages, :, offsets][..., None]).astype(np.float64)
+            for x, scale in zip((self.k, self.v), self.scales)
+        )
+        v = k[..., : self.value_dim] if self.value_dim else v
+        scores = np.einsum("kgd,tkd->kgt", q, k) * SCALE
+        if self.soft_cap:
+            scores = np.tanh(scores / self.soft_cap) * self.soft_cap
+        sinks = np.full(scores.shape[:2], -np.inf) if self.sinks is None else self.sinks
+        top = np.maximum(scores.max(-1), sinks)[..., None]
+        weights = np.exp(scores - top)
+        total = weights.sum(-1, keepdims=True) + np.exp(sinks[..., None] - top)
+        return np.einsum("kgt,tkd->kgd", weights / total, v)
+
+    def how(self) -> dict:
+        return {
+            "scale": SCALE,
+            "value_dim": self.value_dim or self.head_dim,
+            "window": self.window,
+            "soft_cap": self.soft_cap,
+            "interpret": True,
+        }
+
+    def sinks_array(self):
+        return None if self.sinks is None else jnp.asarray(self.sinks, jnp.float32)
+
+
+def same(found, wanted) -> None:
+    np.testing.assert_allclose(found, wanted, atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "splits"),
+    [(PLAIN, 1), *((case, 3) for case in CASES.values())],
+    ids=["whole", *CASES.keys()],
+)
+def test_decode_equals_dense_attention(case, splits, monkeypatch):
+    monkeypatch.setattr(triton_decode, "num_splits", lambda programs, longest: splits)
+    paged = Paged(case)
+    q = paged.queries(len(LENGTHS))
+    q[0] = np.nan  # a row that is done: it reads nothing and yields zeros
+    out = triton_decode.paged_attention(
+        jnp.asarray(q), paged.pool(), jnp.asarray(paged.table), jnp.asarray(LENGTHS, jnp.int32),
+        paged.sinks_array(), **paged.how(),
+    )  # fmt: skip
+    same(out[0], 0)
+    for row, length in enumerate(LENGTHS[1:], 1):
+        same(out[row], paged.dense(q[row], row, length - 1))
+
+
+@EACH
+def test_prefill_equals_dense_attention(case):
+    paged = Paged(case)
+    q = paged.queries(CHUNK)
+    q[35:] = np.nan  # rows of no tile
+    out = triton_prefill.paged_prefill(
+        jnp.asarray(q), paged.pool(), jnp.asarray(paged.table), jnp.asarray(TILES, jnp.int32),
+        paged.sinks_array(), **paged.how(),
+    )  # fmt: skip
+    same(out[35:], 0)
+    for first, count, row, position in TILES:
+        for i in range(count):
+            same(out[first + i], paged.dense(q[first + i], row, position + i))
+
+
+def test_splits_follow_from_shapes_and_fill_a_device():
+    assert triton_decode.num_splits(1, 100_000) == triton_decode.MOST_SPLITS
+    assert triton_decode.num_splits(64 * 8, 100_000) == 1
+    assert triton_decode.num_splits(8, 300) == 2, "few keys are not worth more"
+    assert triton_decode.num_splits(8, 64) == 1
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    paged = Paged(PLAIN)
+    q, table = jnp.asarray(paged.queries(len(LENGTHS))), jnp.asarray(paged.table)
+    attend = functools.partial(triton_decode.paged_attention, sinks=None, **paged.how())
+    whole = attend(q, paged.pool(), table, jnp.asarray(LENGTHS, jnp.int32))
+    alone = attend(q, paged.pool(), table, jnp.asarray((0, 0, 0, 90), jnp.int32))
+    assert (whole[3] == alone[3]).all()
+
+
+@pytest.mark.parametrize("size", [16, 64, 80, 96, 128, 192, 256, 576])
+def test_a_head_is_taken_in_powers_of_two(size):
+    parts = triton_blocks.parts(size)
+    assert [first for first, _ in parts] == np.cumsum([0, *(n for _, n in parts)])[:-1].tolist()
+    assert sum(n for _, n in parts) == size and all(n & (n - 1) == 0 for _, n in parts)
+
+
+def test_jit_takes_them_whole():
+    """As the step does: one program, no pool copied by the call itself."""
+    paged = Paged(PLAIN)
+    program = jax.jit(functools.partial(triton_decode.paged_attention, sinks=None, **paged.how()))
+    q, lens = jnp.asarray(paged.queries(len(LENGTHS))), jnp.asarray(LENGTHS, jnp.int32)
+    out = program(q, paged.pool(), jnp.asarray(paged.table), lens)
+    same(out[3], paged.dense(np.asarray(q)[3], 3, 89))

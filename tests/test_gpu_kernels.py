@@ -1,0 +1,72 @@
+"""The attention kernels compile for every kind of GPU as well as was recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from test_gpu_check import require_compiler
+
+from jaxinfer.gpu_check import kernel_report
+from jaxinfer.gpu_check.cli import RECORDED
+from jaxinfer.gpu_check.kernels import CASES, Kernel
+from jaxinfer.gpu_check.target import TARGETS
+from pallas_kernels.paged_attention import choose_body
+
+
+@pytest.fixture(scope="module")
+def report():
+    require_compiler()
+    return kernel_report.compile_everywhere()
+
+
+def test_no_kernel_spills_and_all_use_the_tensor_cores(report):
+    assert not kernel_report.problems(report, RECORDED.read_text())
+    for target, kernels in report.items():
+        old = TARGETS[target].compute_capability < (8, 9)  # which cannot convert float8
+        assert len(kernels) == 2 * (len(CASES) - old)
+
+
+def test_what_is_worse_than_recorded_is_named(report):
+    text = kernel_report.table(report)
+    first, *rest = report["h200"]
+
+    def wrong(**changes) -> list[str]:
+        return kernel_report.problems(
+            {"h200": [dataclasses.replace(first, **changes), *rest]}, text
+        )
+
+    assert not wrong()
+    (more,) = wrong(registers=first.registers + kernel_report.SLACK + 1)
+    assert f"{first.case}, decode, on h200" in more and f"{first.registers} recorded" in more
+    assert "4 bytes spilled" in wrong(spilled=4)[0]
+    assert "0 products" in wrong(tensor_core_products=0)[0]
+    assert "no such tile" in wrong(error="no such tile")[0]
+
+
+def test_the_recorded_table_has_every_kernel():
+    recorded = kernel_report._recorded(RECORDED.read_text())
+    for case in CASES:
+        for kind in ("decode", "prefill"):
+            assert recorded[case.models, kind, "h200"] > 0
+    assert Kernel("x", "decode", 96, 0, 32).passed and not Kernel("x", "decode", 96, 0, 0).passed
+
+
+@pytest.mark.parametrize(
+    ("asked", "body", "why"),
+    [
+        (("cpu", "cpu", None, 64, 64, "float32"), "reference", ""),
+        (("gpu", "NVIDIA H200", (9, 0), 128, 128, "bfloat16"), "triton", ""),
+        (("gpu", "NVIDIA A100-SXM4-80GB", (8, 0), 576, 512, "float16"), "triton", ""),
+        (("gpu", "NVIDIA L4", (8, 9), 128, 128, "float8_e4m3fn"), "triton", ""),
+        (("gpu", "NVIDIA A100", (8, 0), 128, 128, "float8_e4m3fn"), "reference_static", "newer"),
+        (("gpu", "NVIDIA H100", (9, 0), 128, 128, "float32"), "reference_static", "round float32"),
+        (("gpu", "NVIDIA H100", (9, 0), 72, 72, "bfloat16"), "reference_static", "multiples of 16"),
+        (("gpu", "Tesla T4", (7, 5), 64, 64, "float16"), "reference_static", "older"),
+        (("gpu", "NVIDIA L40S", (8, 9), 64, 64, "bfloat16"), "reference_static", "'NVIDIA L40S'"),
+        (("gpu", "AMD Instinct MI300X", None, 64, 64, "bfloat16"), "reference_static", "NVIDIA"),
+    ],
+)
+def test_the_body_follows_from_device_and_features(asked, body, why):
+    chosen = choose_body(*asked)
+    assert chosen.implementation == body and why in chosen.why and bool(chosen.why) == bool(why)
