@@ -92,6 +92,12 @@ class Front:
     def ends(self) -> dict[str, FinishReason]:
         return {e.request_id: e.finish for batch in self.batches for e in batch if e.finish}
 
+    def hold(self) -> None:
+        """Have the thread wait for the device, so that what is sent from now on stays waiting."""
+        self.runner.gate.clear()
+        self.submit("held", output=2)
+        self.until(lambda: len(self.runner.outstanding) == 2)
+
     def until(self, condition):
         limit = time.monotonic() + PATIENCE_S
         while not condition():
@@ -217,7 +223,7 @@ def test_a_thread_that_never_started_can_be_stopped():
 
 def test_the_queue_is_bounded_by_requests():
     with Front(max_queued_requests=5) as front:
-        front.runner.gate.clear()
+        front.hold()
         for i in range(5):
             front.submit(f"{i}")
         with pytest.raises(QueueFullError, match="5 requests are waiting, the limit is 5") as full:
@@ -225,17 +231,17 @@ def test_the_queue_is_bounded_by_requests():
         assert RETRY_AFTER_S[0] <= full.value.retry_after <= RETRY_AFTER_S[1]
         front.thread.send(Abort("4"))  # leaving is never refused
         front.runner.gate.set()
-        front.until(lambda: len(front.ends()) == 5)
+        front.until(lambda: len(front.ends()) == 6)
         assert front.ends()["4"] is FinishReason.CANCELLED
         front.submit("later")
-        front.until(lambda: len(front.ends()) == 6)
+        front.until(lambda: len(front.ends()) == 7)
     assert "too much" not in front.ends()
-    assert front.engine.counters.received == 6
+    assert front.engine.counters.received == 7
 
 
 def test_the_batch_class_leaves_places_in_the_queue():
     with Front(max_queued_requests=8, batch_priority=1, interactive_reserve=0.25) as front:
-        front.runner.gate.clear()
+        front.hold()
         for i in range(6):
             front.submit(f"batch {i}", priority=1)
         with pytest.raises(QueueFullError, match=r"6 requests of the batch class .* of 8 is 6"):
@@ -245,20 +251,21 @@ def test_the_batch_class_leaves_places_in_the_queue():
         with pytest.raises(QueueFullError, match="8 requests are waiting"):
             front.submit("too much")
         front.runner.gate.set()
-        front.until(lambda: len(front.ends()) == 8)
-        front.submit("batch 6", priority=1)
         front.until(lambda: len(front.ends()) == 9)
+        front.submit("batch 6", priority=1)
+        front.until(lambda: len(front.ends()) == 10)
 
 
 def test_the_queue_is_bounded_by_tokens_but_takes_any_single_request():
     with Front(max_queued_tokens=20) as front:
-        front.runner.gate.clear()
+        front.hold()
         front.submit("large", prompt=30)
         with pytest.raises(QueueFullError, match=r"30 prompt tokens are waiting, 1 more .* of 20"):
             front.submit("small", prompt=1)
         front.runner.gate.set()
-        front.until(lambda: front.thread.num_waiting == 0)
-        front.runner.gate.clear()
+        front.until(lambda: len(front.ends()) == 2)
+    with Front(max_queued_tokens=20) as front:
+        front.hold()
         front.submit("a", prompt=12)
         front.submit("b", prompt=8)
         with pytest.raises(QueueFullError):

@@ -49,7 +49,13 @@ class _DoNothing:
 
     param_specs = staticmethod(llama.param_specs)
 
-    def embed(self, params: Tree, c: ModelConfig, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
+    def embed(
+        self,
+        params: Tree,
+        c: ModelConfig,
+        tokens: Int[Array, " T"],
+        positions: Int[Array, " T"],
+    ) -> Float[Array, "T D"]:
         return jnp.zeros((tokens.shape[0], c.hidden_size)) + _touch(params["embed"])
 
     def layer_context(self, c: ModelConfig, positions: Int[Array, " T"]) -> LayerContext:
