@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from test_families import ORACLE_FAMILIES, difference, oracle
 from tiny_checkpoint import dense_logits, write_gguf
-from tiny_gguf import ARCHITECTURES, Q8_0, family_hf_folder, write_family_gguf
+from tiny_gguf import (
+    ARCHITECTURES,
+    F32,
+    LATENT,
+    Q8_0,
+    family_hf_folder,
+    model_for_gguf,
+    write_family_gguf,
+)
+from tiny_gguf_older import latents_apart, of_latents
 
 from jaxinfer.checkpoints import CheckpointError, convert, inspect_checkpoint, load_model
 from jaxinfer.checkpoints.gguf_architectures import ARCHITECTURES as KNOWN
@@ -20,7 +29,8 @@ from jaxinfer.config import LayerKind
 from jaxinfer.models.hf_config import model_config
 
 EXACT, NOTICED = 1e-5, 4e-4  # of the largest logit
-UNSAID = {"qwen2", "qwen2_moe", "smollm3", "gpt_oss"}  # GGUF cannot say all of their oracles
+# GGUF cannot say all of their oracles.
+UNSAID = {"qwen2", "qwen2_moe", "smollm3", "gpt_oss", "cohere2", "falcon"} | LATENT
 
 
 def logits(path: Path, family: str) -> np.ndarray:
@@ -100,6 +110,18 @@ def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
         ("granite", {"granite.attention.scale": None}),
         ("granite", {"granite.logit_scale": None}),
         ("glm4", {"glm4.rope.dimension_count": 4}),
+        ("gpt_neox", {"gptneox.use_parallel_residual": False}),
+        ("gpt_neox", {"gptneox.rope.dimension_count": None}),
+        ("starcoder2", {"starcoder2.attention.sliding_window": None}),
+        ("cohere", {"command-r.logit_scale": 1.0}),
+        ("cohere2", {"cohere2.attention.sliding_window_pattern": 2}),
+        ("olmo", {"olmo.attention.clamp_kqv": None}),
+        ("deepseek_v2", {"deepseek2.expert_group_count": 2}),
+        ("deepseek_v2", {"deepseek2.expert_weights_scale": 1.0}),
+        ("deepseek_v2", {"deepseek2.rope.scaling.yarn_log_multiplier": 0.1}),
+        ("deepseek_v3", {"deepseek2.expert_group_count": 2}),
+        ("deepseek_v3", {"deepseek2.expert_weights_norm": None}),
+        ("deepseek_v3", {"deepseek2.expert_used_count": 1}),
         ("gpt_oss", {"gpt-oss.attention.sliding_window": 9}),
         ("gpt_oss", {"gpt-oss.expert_used_count": 1}),
         ("gpt_oss", {"gpt-oss.rope.scaling.factor": 2.0}),
@@ -136,6 +158,8 @@ def config_of(arch: str, **keys: Any) -> Any:
         "attention.sliding_window": 512,
         "vocab_size": 100,
     } | {name.replace("__", "."): value for name, value in keys.items()}
+    if "attention.layer_norm_epsilon" in plain:  # one or the other
+        del plain["attention.layer_norm_rms_epsilon"]
     metadata = {f"{arch}.{key}": value for key, value in plain.items() if value is not None}
     metadata["general.architecture"] = arch
     return model_config(hf_config(GgufFile(metadata, {}, {}))[0])
@@ -155,6 +179,21 @@ def test_what_gemma_files_leave_out():
     assert config_of("gemma2").scale == 128**-0.5
     assert config_of("gemma2", block_count=46).scale == pytest.approx(144**-0.5)
     assert gemma2.tie_embeddings and gemma3.tie_embeddings
+
+
+def test_what_files_with_layer_norms_leave_out():
+    """A window, which layers see it, and the activation."""
+    plain = {"attention__sliding_window": None, "attention__layer_norm_epsilon": 1e-5}
+    assert config_of("starcoder2", **plain).kinds == (LayerKind(4096),) * 12
+    cohere2 = config_of("cohere2", **plain | {"attention__sliding_window": 9}, logit_scale=0.25)
+    assert cohere2.kinds == (*[LayerKind(9)] * 3, LayerKind(rope="none")) * 3
+    assert config_of("gptneox", **plain).activation == "gelu"
+    assert config_of("gptneox", **plain, block_count=44).activation == "gelu_tanh"
+    assert config_of("gpt2", **plain).activation == "gelu_tanh"
+    assert config_of("falcon", **plain).activation == "gelu"
+    assert config_of("stablelm", **plain, use_parallel_residual=False).norms == "shared"
+    falcon = config_of("falcon", **plain, attention__head_count_kv=1)
+    assert (falcon.num_kv_heads, falcon.norms, falcon.qkv_bias) == (1, "shared", False)
 
 
 def test_what_other_files_leave_out():
@@ -184,12 +223,79 @@ def test_what_other_files_leave_out():
         ("llama", {"rope__scaling__type": "spiral", "rope__scaling__factor": 2.0}, "'spiral'"),
         ("granite", {"attention__sliding_window": None, "rope__scaling__finetuned": False},
          "without RoPE"),
+        ("gpt2", {"attention__layer_norm_epsilon": 1e-5, "rope__scaling__type": "linear",
+                  "rope__scaling__factor": 2.0}, "learned positions"),
+        ("starcoder", {"attention__layer_norm_epsilon": 1e-5, "attention__head_count_kv": 32},
+         "starcoder.attention.head_count_kv"),
+        ("olmo", {"attention__layer_norm_epsilon": 1e-6}, "only 1e-05 is known"),
+        ("nemotron", {"attention__layer_norm_epsilon": 1e-5, "rope__dimension_count": 42},
+         "expected half of a head's 128"),
+        ("chatglm", {}, "general.architecture = 'chatglm' is not supported"),
         ("hyena", {}, "general.architecture = 'hyena' is not supported; known: llama, qwen2"),
     ],
 )  # fmt: skip
 def test_what_is_not_computed_is_refused(arch: str, keys: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words.replace(".", r"\.")):
         config_of(arch, **keys)
+
+
+# -- latent attention --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", sorted(LATENT))
+@pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.F32, Q8_0])
+def test_keys_and_values_of_a_latent_apart(tmp_path: Path, family: str, kind: Any) -> None:
+    hf, held = model_for_gguf(family)
+    newer: Any = {"metadata": of_latents(hf), "tensors": latents_apart(hf, held)}
+    path = write_family_gguf(tmp_path / "newer.gguf", family, kind, **newer)
+    older = write_family_gguf(tmp_path / "older.gguf", family, kind)
+    np.testing.assert_array_equal(logits(path, family), logits(older, family))
+    found, wanted = inspect_checkpoint(path), inspect_checkpoint(older)
+    assert (found.parameters, found.stored) == (wanted.parameters, wanted.stored)
+
+
+def test_a_latents_parts_that_are_wrong(tmp_path: Path) -> None:
+    hf, held = model_for_gguf("deepseek_v3")
+    metadata, tensors = of_latents(hf), latents_apart(hf, held)
+    path, keys, values = tmp_path / "x.gguf", "blk.1.attn_k_b.weight", "blk.1.attn_v_b.weight"
+    for name, value in {keys: tensors[keys].swapaxes(1, 2), values: tensors[values][:3]}.items():
+        changed: Any = tensors | {name: np.ascontiguousarray(value)}
+        message = refusal(write_family_gguf(path, "deepseek_v3", F32, metadata, changed))
+        assert name in message and "layers.1.self_attn.kv_b_proj.weight: missing" in message
+    message = refusal(
+        write_family_gguf(path, "deepseek_v3", F32, metadata, tensors | {values: None})
+    )
+    assert "layers.1.self_attn.kv_b_proj.weight: missing" in message, message
+    mixed = metadata | {"deepseek2.attention.head_count_kv": 4}
+    message = refusal(write_family_gguf(path, "deepseek_v3", F32, mixed, tensors))
+    assert "neither those of a head nor of the latent" in message
+
+
+def test_groups_that_older_files_do_not_tell() -> None:
+    latent: dict[str, Any] = {
+        "attention__sliding_window": None,
+        "attention__key_length": 192,
+        "attention__kv_lora_rank": 512,
+        "attention__head_count_kv": 32,
+        "rope__dimension_count": 64,
+        "expert_used_count": 6,
+        "expert_feed_forward_length": 16,
+        "expert_weights_scale": 1.0,
+    }
+    published = {256: (8, 4), 160: (8, 3), 384: (1, 1), 64: (1, 1)}
+    for experts, groups in published.items():
+        for scoring in (1, 2):
+            more = {"expert_count": experts, "expert_gating_func": scoring}
+            moe = config_of("deepseek2", **latent, **more).moe
+            assert (moe.groups, moe.top_groups) == groups
+            assert moe.scoring == {1: "softmax", 2: "sigmoid"}[scoring]
+    with pytest.raises(ValueError, match="expert_group_count is missing, and of 96 experts"):
+        config_of("deepseek2", **latent, expert_count=96)
+    with pytest.raises(ValueError, match="expert_gating_func = 3"):
+        config_of("deepseek2", **latent, expert_count=64, expert_gating_func=3)
+    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 40.0}
+    with pytest.raises(ValueError, match="yarn_log_multiplier is missing"):
+        config_of("deepseek2", **latent, **yarn, expert_count=64)
 
 
 # -- experts ----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import tiny_gguf_older as older
 from gguf import MODEL_ARCH as ARCH
 from gguf import MODEL_TENSOR as T
 from safetensors.numpy import load_file, save_file
@@ -35,10 +36,11 @@ ARCHITECTURES = {
     "smollm3": ARCH.SMOLLM3,
     "glm4": ARCH.GLM4,
     "gpt_oss": ARCH.GPT_OSS,
-}
-SIDE_BY_SIDE = {"llama", "mistral", "mixtral", "granite", "smollm3"}
-PLUS_ONE = {"gemma2", "gemma3_text"}
-NAMES = {
+} | older.ARCHITECTURES
+SIDE_BY_SIDE = {"llama", "mistral", "mixtral", "granite", "smollm3", "olmo", "arcee"}
+PLUS_ONE = {"gemma", "gemma2", "gemma3_text", "nemotron"}
+LATENT = {"deepseek_v2", "deepseek_v3"}
+NAMES = older.NAMES | {
     "model.embed_tokens": T.TOKEN_EMBD,
     "model.norm": T.OUTPUT_NORM,
     "lm_head": T.OUTPUT,
@@ -75,7 +77,7 @@ _POST = {
     "post_feedforward_layernorm": T.FFN_POST_NORM,
 }
 _GEMMA = _POST | {"pre_feedforward_layernorm": T.FFN_PRE_NORM}
-NORMS = {  # of families that name or place them otherwise
+NORMS = older.NORMS | {  # of families that name or place them otherwise
     "olmo2": _POST,
     "gpt_oss": {"post_attention_layernorm": T.ATTN_POST_NORM},
     "gemma2": _GEMMA,
@@ -88,7 +90,8 @@ def model_for_gguf(family: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """config.json and float32 tensors of a family's oracle.
 
     But for what GGUF cannot say: windows of qwen2, layers of qwen2_moe without experts, a rhythm of
-    smollm3 other than one in four, another activation of gpt_oss than the published one.
+    smollm3 other than one in four (of cohere2 too), another activation of gpt_oss than the
+    published one, two magnitude scales of DeepSeek, and biases of its and of falcon.
     """
     folder = ORACLE.parent / family
     hf = json.loads((folder / "config.json").read_text())
@@ -105,6 +108,17 @@ def model_for_gguf(family: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         del hf["layer_types"]
         more = {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}
         return hf | more, _layers(tensors, [0, 1, 1, 0])
+    if family == "cohere2":
+        del hf["layer_types"]
+        return hf | {"num_hidden_layers": 4}, _layers(tensors, [0, 0, 0, 1])
+    if family == "falcon":
+        modules = ("dense", "query_key_value", "dense_h_to_4h", "dense_4h_to_h")
+        return hf | {"bias": False}, older.without_biases(tensors, *modules)
+    if family in LATENT:
+        rope = hf["rope_parameters"] | {"mscale": 0.707, "mscale_all_dim": 0.707}
+        more = {"attention_bias": False, "rope_parameters": rope}
+        modules = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")
+        return hf | more, older.without_biases(tensors, *modules)
     return hf, tensors
 
 
@@ -179,6 +193,8 @@ def gguf_tensors(
         layer, rest, suffix = _parts(name)
         if found := re.search(r"\.experts\.(\d+)\.", rest):
             rest = rest.replace(found[0], ".experts.")
+        elif found := re.search(r"\.norms\.(\d+)", rest):
+            rest = rest.replace(found[0], "")
         tensor = NORMS.get(family, {}).get(rest) or NAMES[rest]
         assert tensor in allowed, (family, name)
         own = gguf.TENSOR_NAMES[tensor].format(bid=layer) + suffix
@@ -187,7 +203,7 @@ def gguf_tensors(
         elif found:
             experts.setdefault(own, []).append((int(found[1]), value))
         else:
-            made[own] = _converted(family, hf, rest, value)
+            made[own] = _converted(family, hf, rest + suffix, value)
     for own, parts in experts.items():
         made[own] = np.stack([value for _, value in sorted(parts, key=lambda part: part[0])])
     return made
@@ -213,22 +229,27 @@ def _apart(held: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _parts(name: str) -> tuple[str, str, str]:
     """Layer ("" outside of any), what is between, and .weight or .bias."""
-    stem, _, suffix = name.rpartition(".")
-    found = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem)
+    stem, _, suffix = name.replace("e_score_correction_", "e_score_correction.").rpartition(".")
+    found = re.fullmatch(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.*)", stem)
     return (found[1], found[2], f".{suffix}") if found else ("", stem, f".{suffix}")
 
 
-def _converted(family: str, hf: dict[str, Any], rest: str, value: np.ndarray) -> np.ndarray:
+def _converted(family: str, hf: dict[str, Any], name: str, value: np.ndarray) -> np.ndarray:
     heads = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
+    rest, _, suffix = name.rpartition(".")
     if family in SIDE_BY_SIDE and rest in heads:
         return rotate_rows(value, hf[heads[rest]])
-    if family in PLUS_ONE and rest.endswith("norm"):
+    if family in PLUS_ONE and rest.endswith("norm") and suffix == "weight":
         return value + 1
+    if family == "gpt2" and rest in older.TRANSPOSED and suffix == "weight":
+        return np.ascontiguousarray(value.T)
+    if family in ("gpt_neox", "falcon") and rest.endswith("query_key_value"):
+        return older.grouped_last(hf, value)
     return value.reshape(-1) if rest == "mlp.shared_expert_gate" else value
 
 
 def rope_tensors(hf: dict[str, Any]) -> dict[str, np.ndarray]:
-    rope = hf["rope_parameters"]
+    rope = hf.get("rope_parameters", {})
     return {
         f"rope_factors_{size}.weight": np.array(rope[f"{size}_factor"], np.float32)
         for size in ("long", "short")
@@ -238,6 +259,7 @@ def rope_tensors(hf: dict[str, Any]) -> dict[str, np.ndarray]:
 
 def add_metadata(writer: gguf.GGUFWriter, family: str, hf: dict[str, Any]) -> None:
     """What converters write for the architecture."""
+    hf = older.usual(hf)
     rope = hf["rope_parameters"]
     local, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
     writer.add_context_length(hf["max_position_embeddings"])
@@ -246,9 +268,15 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, hf: dict[str, Any]) -> No
     writer.add_block_count(hf["num_hidden_layers"])
     writer.add_head_count(hf["num_attention_heads"])
     writer.add_head_count_kv(hf["num_key_value_heads"])
-    writer.add_key_length(hf["head_dim"])
-    writer.add_value_length(hf["head_dim"])
-    writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
+    if family in LATENT:
+        older.add_latents(writer, family, hf)
+    else:
+        writer.add_key_length(hf["head_dim"])
+        writer.add_value_length(hf["head_dim"])
+    if "rms_norm_eps" in hf:
+        writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
+    else:
+        writer.add_layer_norm_eps(next((hf[name] for name in older.EPS if name in hf), 1e-5))
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(hf["head_dim"] * rope.get("partial_rotary_factor", 1)))
     if local:
@@ -260,8 +288,9 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, hf: dict[str, Any]) -> No
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
-        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        if "beta_fast" in rope:
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
     if rope["rope_type"] == "longrope":
         original = rope["original_max_position_embeddings"]
         extended = hf["max_position_embeddings"] / original
@@ -280,7 +309,7 @@ def _add_features(writer: gguf.GGUFWriter, family: str, hf: dict[str, Any]) -> N
         writer.add_expert_feed_forward_length(hf["moe_intermediate_size"])
     if family == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(hf["shared_expert_intermediate_size"])
-    if family in PLUS_ONE:  # their own scale is that of no published size
+    if family in ("gemma2", "gemma3_text"):  # their own scale is that of no published size
         writer.add_attention_scale(hf["query_pre_attn_scalar"] ** -0.5)
     if family == "gemma2":
         writer.add_attn_logit_softcapping(hf["attn_logit_softcapping"])
@@ -292,3 +321,9 @@ def _add_features(writer: gguf.GGUFWriter, family: str, hf: dict[str, Any]) -> N
         writer.add_residual_scale(hf["residual_multiplier"])
         writer.add_attention_scale(hf["attention_multiplier"])
         writer.add_logit_scale(hf["logits_scaling"])
+    if family in ("cohere", "cohere2"):
+        writer.add_logit_scale(hf["logit_scale"])
+    if "use_parallel_residual" in hf:
+        writer.add_parallel_residual(hf["use_parallel_residual"])
+    if family == "olmo":
+        writer.add_clamp_kqv(hf["clip_qkv"])

@@ -9,70 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
-
+from jaxinfer.checkpoints import gguf_older_architectures as older
+from jaxinfer.checkpoints.gguf_deepseek import deepseek2
+from jaxinfer.checkpoints.gguf_metadata import HfConfig, Metadata
 from jaxinfer.checkpoints.gguf_reader import GgufFile
-from jaxinfer.checkpoints.gguf_rope import rope_parameters
-
-HfConfig = dict[str, Any]
-_MISSING = object()
-_INFORMATIVE = {"tensor_data_layout", "rope.scaling.finetuned"}  # how the file came about
-_NEUTRAL: dict[str, tuple[Any, ...]] = {  # values that change nothing; of other keys: none at all
-    "attention.causal": (True,),
-    "expert_gating_func": (0, 1),  # softmax
-    "expert_weights_scale": (0.0, 1.0),
-    "embedding_scale": (0.0, 1.0),
-    "logit_scale": (0.0, 1.0),
-    "residual_scale": (0.0, 1.0),
-    "rope.scale_linear": (1.0,),
-    "rope.scaling.attn_factor": (1.0,),
-    "rope.scaling.yarn_attn_factor": (1.0,),
-    "rope.scaling.yarn_ext_factor": (1.0,),
-}
-_NOTHING = (0, None, "", "none")
-
-
-class Metadata:
-    """The keys of a file's architecture, remembering which were read."""
-
-    def __init__(self, file: GgufFile):
-        self.file = file
-        self.arch = str(file.metadata.get("general.architecture"))
-        self._read: set[str] = set()
-
-    def __call__(self, key: str, default: Any = _MISSING) -> Any:
-        """The value of `ARCH.key`. Raises ValueError naming it when it is missing."""
-        self._read.add(key)
-        value = self.file.metadata.get(f"{self.arch}.{key}", default)
-        if value is _MISSING:
-            raise ValueError(f"metadata key {self.arch}.{key} is missing")
-        return value
-
-    def number(self, key: str, default: Any = _MISSING) -> Any:
-        """A float as the decimal number it was written as: 1e-05, not 9.999999747378752e-06."""
-        value = self(key, default)
-        return float(str(np.float32(value))) if isinstance(value, float) else value
-
-    def one(self, key: str, default: Any = _MISSING) -> Any:
-        """A number that some files repeat for each layer."""
-        value = self(key, default)
-        values = value if isinstance(value, list) else [value]
-        if len(set(values)) != 1:
-            raise ValueError(f"metadata key {self.arch}.{key} = {value}: layers differ")
-        return values[0]
-
-    def check_all_read(self) -> None:
-        """Raise ValueError naming a key that says something and that nobody asked for."""
-        for name, value in self.file.metadata.items():
-            if not name.startswith(self.arch + "."):
-                continue
-            key = name.removeprefix(self.arch + ".")
-            said = any(value) if isinstance(value, list) else value
-            understood = self._read | _INFORMATIVE
-            if key not in understood and said not in _NEUTRAL.get(key, _NOTHING):
-                raise ValueError(f"metadata key {name} = {value} is not supported")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +25,21 @@ class Architecture:
         rotates_neighbours: rows of queries and keys lie pair by pair, as the rotary code of the
             files' own runtime wants them, while ours and config.json's models pair halves.
         norm_offset: what was added to every norm's weight.
+        eps: what its config.json calls the norms' epsilon, if they are layer norms.
+        transposed: names of modules whose weights its safetensors hold the other way round.
+        fused: the module whose rows are all queries, then all keys, then all values, while its
+            safetensors hold those of one key/value head after those of another.
+        latent: heads have sizes of their own, which `more` tells.
         more: what its config.json has beside the sizes.
     """
 
     model_type: str
     rotates_neighbours: bool = False
     norm_offset: float = 0.0
+    eps: str = ""
+    transposed: tuple[str, ...] = ()
+    fused: str = ""
+    latent: bool = False
     more: Callable[[Metadata], HfConfig] = field(default=lambda get: {})
 
 
@@ -103,17 +53,37 @@ def hf_config(file: GgufFile) -> tuple[HfConfig, Architecture]:
         known = ", ".join(ARCHITECTURES)
         raise ValueError(f"general.architecture = {get.arch!r} is not supported; known: {known}")
     architecture = ARCHITECTURES[get.arch]
-    config = {"model_type": architecture.model_type} | _sizes(get, architecture)
+    config: HfConfig = {"model_type": architecture.model_type} | _sizes(get, architecture)
+    if not architecture.latent:
+        config |= _heads(get, config["num_attention_heads"], architecture)
     config |= architecture.more(get)
     get.check_all_read()
     return config, architecture
 
 
 def _sizes(get: Metadata, architecture: Architecture) -> HfConfig:
-    tensors = get.file.tensors
+    tensors, eps = get.file.tensors, architecture.eps
     heads = get.one("attention.head_count")
     if not isinstance(heads, int) or heads < 1:
         raise ValueError(f"{get.arch}.attention.head_count = {heads}: expected a positive number")
+    norm = "attention.layer_norm_epsilon" if eps else "attention.layer_norm_rms_epsilon"
+    return {
+        "vocab_size": get("vocab_size", len(get.file.metadata.get("tokenizer.ggml.tokens", ()))),
+        "hidden_size": get("embedding_length"),
+        "intermediate_size": get.one("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": heads,
+        "max_position_embeddings": get("context_length"),
+        eps or "rms_norm_eps": get.number(norm),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "rope_parameters": get.rope(),
+    }
+
+
+def _heads(get: Metadata, heads: int, architecture: Architecture) -> HfConfig:
+    """Sizes of heads whose queries, keys and values are all as wide."""
     head_dim = get("attention.key_length", get("embedding_length") // heads)
     if get("attention.value_length", head_dim) != head_dim:
         raise ValueError(
@@ -123,20 +93,9 @@ def _sizes(get: Metadata, architecture: Architecture) -> HfConfig:
     if rotary != head_dim and architecture.rotates_neighbours:
         raise ValueError(f"{get.arch}.rope.dimension_count differs from the head size {head_dim}")
     return {
-        "vocab_size": get("vocab_size", len(get.file.metadata.get("tokenizer.ggml.tokens", ()))),
-        "hidden_size": get("embedding_length"),
-        "intermediate_size": get.one("feed_forward_length"),
-        "num_hidden_layers": get("block_count"),
-        "num_attention_heads": heads,
         "num_key_value_heads": get.one("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "partial_rotary_factor": rotary / head_dim,
-        "max_position_embeddings": get("context_length"),
-        "rms_norm_eps": get.number("attention.layer_norm_rms_epsilon"),
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
-        "rope_parameters": rope_parameters(get.file, get.number),
     }
 
 
@@ -225,7 +184,7 @@ def _gemma3(get: Metadata) -> HfConfig:
         "sliding_window": window or get("context_length"),
         "final_logit_softcapping": get.number("final_logit_softcapping", 0.0) or None,
         "rope_parameters": {
-            "full_attention": rope_parameters(get.file, get.number),
+            "full_attention": get.rope(),
             "sliding_attention": local,
         },
     }
@@ -260,7 +219,7 @@ def _gpt_oss(get: Metadata) -> HfConfig:
         "intermediate_size": get.one("expert_feed_forward_length", get.one("feed_forward_length")),
         "num_local_experts": get("expert_count"),
         "num_experts_per_tok": get("expert_used_count"),
-        "rope_parameters": rope_parameters(get.file, get.number) | {"truncate": False},
+        "rope_parameters": get.rope() | {"truncate": False},
     }
 
 
@@ -280,4 +239,29 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smollm3": Architecture("smollm3", rotates_neighbours=True),
     "glm4": Architecture("glm4"),
     "gpt-oss": Architecture("gpt_oss", more=_gpt_oss),
+    "gpt2": Architecture(
+        "gpt2",
+        eps="layer_norm_epsilon",
+        transposed=("c_attn", "c_proj", "c_fc"),
+        more=older.gpt2,
+    ),
+    "starcoder": Architecture("gpt_bigcode", eps="layer_norm_epsilon", more=older.starcoder),
+    "gptneox": Architecture(
+        "gpt_neox", eps="layer_norm_eps", fused="query_key_value", more=older.gptneox
+    ),
+    "deepseek2": Architecture("deepseek_v3", latent=True, more=deepseek2),
+    "gemma": Architecture("gemma", norm_offset=1.0),
+    "starcoder2": Architecture("starcoder2", eps="norm_epsilon", more=older.starcoder2),
+    "stablelm": Architecture("stablelm", eps="layer_norm_eps", more=older.stablelm),
+    "phi2": Architecture("phi", eps="layer_norm_eps"),
+    "command-r": Architecture("cohere", eps="layer_norm_eps", more=older.command_r),
+    "cohere2": Architecture("cohere2", eps="layer_norm_eps", more=older.cohere2),
+    "falcon": Architecture(
+        "falcon", eps="layer_norm_epsilon", fused="query_key_value", more=older.falcon
+    ),
+    "olmo": Architecture("olmo", rotates_neighbours=True, eps="layer_norm_eps", more=older.olmo),
+    "nemotron": Architecture("nemotron", norm_offset=1.0, eps="norm_eps", more=older.nemotron),
+    "arcee": Architecture("arcee", rotates_neighbours=True),
+    "ernie4_5": Architecture("ernie4_5", more=older.ernie4_5),
+    "seed_oss": Architecture("seed_oss", more=older.seed_oss),
 }
