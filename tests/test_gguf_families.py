@@ -158,7 +158,7 @@ def config_of(arch: str, **keys: Any) -> Any:
         "attention.sliding_window": 512,
         "vocab_size": 100,
     } | {name.replace("__", "."): value for name, value in keys.items()}
-    if "attention.layer_norm_epsilon" in plain:  # one or the other
+    if "attention__layer_norm_epsilon" in keys and "attention__layer_norm_rms_epsilon" not in keys:
         del plain["attention.layer_norm_rms_epsilon"]
     metadata = {f"{arch}.{key}": value for key, value in plain.items() if value is not None}
     metadata["general.architecture"] = arch
@@ -228,6 +228,8 @@ def test_what_other_files_leave_out():
         ("starcoder", {"attention__layer_norm_epsilon": 1e-5, "attention__head_count_kv": 32},
          "starcoder.attention.head_count_kv"),
         ("olmo", {"attention__layer_norm_epsilon": 1e-6}, "only 1e-05 is known"),
+        ("nemotron", {"attention__layer_norm_epsilon": 1e-5, "attention__layer_norm_rms_epsilon":
+                      1e-6}, "attention.layer_norm_rms_epsilon and attention.layer_norm_epsilon"),
         ("nemotron", {"attention__layer_norm_epsilon": 1e-5, "rope__dimension_count": 42},
          "expected half of a head's 128"),
         ("chatglm", {}, "general.architecture = 'chatglm' is not supported"),

@@ -273,9 +273,9 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, hf: dict[str, Any]) -> No
     else:
         writer.add_key_length(hf["head_dim"])
         writer.add_value_length(hf["head_dim"])
-    if "rms_norm_eps" in hf:
-        writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
-    else:
+    if eps := hf.get("rms_norm_eps") or hf.get("norm_eps"):
+        writer.add_layer_norm_rms_eps(eps)
+    if "rms_norm_eps" not in hf:
         writer.add_layer_norm_eps(next((hf[name] for name in older.EPS if name in hf), 1e-5))
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(hf["head_dim"] * rope.get("partial_rotary_factor", 1)))

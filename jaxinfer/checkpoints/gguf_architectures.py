@@ -66,7 +66,6 @@ def _sizes(get: Metadata, architecture: Architecture) -> HfConfig:
     heads = get.one("attention.head_count")
     if not isinstance(heads, int) or heads < 1:
         raise ValueError(f"{get.arch}.attention.head_count = {heads}: expected a positive number")
-    norm = "attention.layer_norm_epsilon" if eps else "attention.layer_norm_rms_epsilon"
     return {
         "vocab_size": get("vocab_size", len(get.file.metadata.get("tokenizer.ggml.tokens", ()))),
         "hidden_size": get("embedding_length"),
@@ -74,12 +73,21 @@ def _sizes(get: Metadata, architecture: Architecture) -> HfConfig:
         "num_hidden_layers": get("block_count"),
         "num_attention_heads": heads,
         "max_position_embeddings": get("context_length"),
-        eps or "rms_norm_eps": get.number(norm),
+        eps or "rms_norm_eps": _epsilon(get, layer_norms=bool(eps)),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "rope_parameters": get.rope(),
     }
+
+
+def _epsilon(get: Metadata, layer_norms: bool) -> float:
+    """Of the norms; files with layer norms may tell it under both keys."""
+    rms, layer = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+    value: float = get.number(layer if layer_norms else rms)
+    if layer_norms and get.number(rms, value) != value:
+        raise ValueError(f"{get.arch}.{rms} and {layer} differ")
+    return value
 
 
 def _heads(get: Metadata, heads: int, architecture: Architecture) -> HfConfig:
