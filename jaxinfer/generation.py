@@ -124,7 +124,10 @@ def sampling_defaults(config: Mapping[str, Any]) -> SamplingDefaults:
     if stated.get("do_sample") is False:
         fields["temperature"] = 0.0
     if stops := stated.get("stop_strings"):
-        fields["stop"] = (stops,) if isinstance(stops, str) else tuple(stops)
+        several = (stops,) if isinstance(stops, str) else tuple(stops)
+        if not all(isinstance(stop, str) for stop in several):
+            raise ValueError(f"{GENERATION_FILE}: stop_strings = {stops!r}, expected texts")
+        fields["stop"] = several
     found = Violations()
     if max_length := stated.get("max_length"):
         found.integer("max_length", max_length, 1, None)

@@ -84,7 +84,13 @@ def build_engine(
     if mesh is not None:
         use_compilation_cache()  # a single device has a ProgramStore, which JAX's cache would spoil
     max_model_len = _max_model_len(model.config, config)
-    served = dataclasses.replace(model.config, rope=model.config.rope.served(max_model_len))
+    rope = model.config.rope.served(max_model_len)
+    if rope.scaling == "longrope":
+        logger.info(
+            "RoPE: the factors of long contexts, for all lengths; --max-model-len "
+            f"{rope.original_max_position} takes those of short ones"
+        )
+    served = dataclasses.replace(model.config, rope=rope)
     num_groups = len(kv_groups(served, 1, config.page_size, config.dtype))
     widths = (pages_for(max_model_len, config.page_size),) * num_groups
     slots, options = empty_slots(config.max_num_seqs, widths), empty_options(config.max_num_seqs)

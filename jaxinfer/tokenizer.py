@@ -267,7 +267,10 @@ class Tokenizer:
                 guarded = self._guard + guarded
             return guarded
         if isinstance(value, dict):
-            return {k: self._guard_all(v) for k, v in value.items()}
+            return {
+                self._guarded(k) if isinstance(k, str) else k: self._guard_all(v)
+                for k, v in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self._guard_all(v) for v in value]
         return value
@@ -332,8 +335,14 @@ def _is_template(entry: Any) -> bool:
 
 
 def eos_token_ids(config: dict[str, Any]) -> tuple[int, ...]:
-    """eos_token_id as Hugging Face configs give it: absent, one id or a list."""
+    """eos_token_id as Hugging Face configs give it: absent, one id or a list.
+
+    Raises ValueError for anything else.
+    """
     value = config.get("eos_token_id")
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+    ids = tuple(value) if isinstance(value, list) else (value,)
+    if any(type(each) is not int for each in ids):
+        raise ValueError(f"eos_token_id = {value!r}, expected a token id or a list of them")
+    return ids

@@ -145,7 +145,10 @@ HF_DEFECTS: dict[str, tuple[Defect, list[str]]] = {
     ),
     "zero theta": (config(rope_parameters={"rope_theta": -1.0}), ["RoPE theta = -1.0"]),
     "no epsilon": (config(rms_norm_eps=None), ["rms_norm_eps = None"]),
-    "odd rope": (config(rope_parameters=ROPE | {"partial_rotary_factor": 0.2}), ["3 of 16"]),
+    "odd rope": (
+        config(rope_parameters=ROPE | {"partial_rotary_factor": 0.2}),
+        ["partial_rotary_factor = 0.2", "only 1"],
+    ),
     "rope by layer": (config(rope_parameters={"full": ROPE, "local": ROPE}), ["full, local"]),
     "tied, yet another head": (
         config(tie_word_embeddings=True),

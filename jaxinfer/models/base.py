@@ -52,7 +52,8 @@ def require(family: str, hf: dict[str, Any], **allowed: tuple[Any, ...]) -> None
     for key, values in allowed.items():
         if hf.get(key, values[0]) not in values:
             known = " or ".join(repr(value) for value in values if value is not None)
-            raise ValueError(f"{family}: {key} = {hf[key]!r} is not supported (only {known})")
+            only = f"only {known}" if known else "leave it out or null"
+            raise ValueError(f"{family}: {key} = {hf[key]!r} is not supported ({only})")
 
 
 # Activations by the names that config.json files have for them: several mean the tanh form.
@@ -72,6 +73,10 @@ def activation(family: str, hf: dict[str, Any], key: str, default: str) -> Any:
     """Our name of the activation that `key` asks for. Raises ValueError naming the known ones."""
     require(family, hf, **{key: (default, *ACTIVATIONS)})
     return ACTIVATIONS[hf.get(key, default)]
+
+
+# Families that read `partial_rotary_factor`; elsewhere transformers ignores it.
+PARTLY_ROTATED = ("glm", "glm4", "gpt_neox", "nemotron", "phi", "phi3", "stablelm")
 
 
 def dense_config(
@@ -104,6 +109,8 @@ def dense_config(
     }
     given = hf.get("partial_rotary_factor", rotary_part)
     part = (hf.get("rope_parameters") or {}).get("partial_rotary_factor", given)
+    if family not in PARTLY_ROTATED:
+        require(family, {"partial_rotary_factor": part}, partial_rotary_factor=(1, None))
     if part not in (1, None):
         sizes["rotary_dim"] = int(sizes["head_dim"] * part)
     return ModelConfig(family=family, rope=rope, **{**sizes, **features})

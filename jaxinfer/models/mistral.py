@@ -23,6 +23,6 @@ __all__ = [
 def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
     """See `Family`."""
     require("mistral", hf, hidden_act=("silu",))
-    window = hf.get("sliding_window")
+    window = hf.get("sliding_window", 4096)
     kinds = (LayerKind(window),) * hf["num_hidden_layers"] if window else ()
     return dense_config("mistral", hf, rope, kinds=kinds)

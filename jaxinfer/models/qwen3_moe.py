@@ -26,4 +26,6 @@ def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
     require("qwen3_moe", hf, hidden_act=("silu",))
     bias = bool(hf.get("attention_bias"))
     features: dict[str, Any] = {"qk_norm": "head", "qkv_bias": bias, "o_bias": bias}
-    return dense_config("qwen3_moe", hf, rope, kinds=moe_kinds(hf), moe=moe_config(hf), **features)
+    everywhere = {**hf, "max_window_layers": 0, "layer_types": None}  # it reads neither
+    kinds = moe_kinds(everywhere)
+    return dense_config("qwen3_moe", hf, rope, kinds=kinds, moe=moe_config(hf), **features)

@@ -49,6 +49,12 @@ _REQUIRED = {
     "longrope": {"short_factor", "long_factor"},
     "divisors": {"divisors"},
 }
+USUAL_BASE = 10000.0
+# Families whose own default is another, which their files always state.
+_OTHER_BASES = (
+    "cohere", "cohere2", "ernie4_5", "gemma3_text", "gpt_oss", "mixtral", "olmo3", "seed_oss",
+    "smollm3",
+)  # fmt: skip
 _SAME_KIND = {"su": "longrope"}  # what early files called it
 
 
@@ -58,7 +64,14 @@ def rope_config(hf: dict[str, Any]) -> RopeConfig:
     Raises ValueError for a rope_type or key we do not compute.
     """
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    return _parse(hf, rope.get("full_attention", rope), hf.get("rope_theta") or 10000.0)
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters = {rope!r}, expected settings by name")
+    rope = rope.get("full_attention", rope)
+    theta = hf.get("rope_theta")
+    stated = theta is not None or rope.get("rope_theta") is not None
+    if not stated and hf.get("model_type") in _OTHER_BASES:
+        raise ValueError("config.json lacks 'rope_theta', which has no common default here")
+    return _parse(hf, rope, USUAL_BASE if theta is None else theta)
 
 
 def local_rope_config(hf: dict[str, Any], theta: float) -> RopeConfig:
@@ -97,7 +110,9 @@ def _parse(hf: dict[str, Any], rope: dict[str, Any], theta: float) -> RopeConfig
         if name in values:
             values[name] = tuple(float(value) for value in values[name])
     scaling: Any = "none" if kind == "default" else kind
-    return RopeConfig(theta=float(rope.get("rope_theta") or theta), scaling=scaling, **values)
+    own = rope.get("rope_theta")
+    base = float(theta if own is None else own)
+    return RopeConfig(theta=base, scaling=scaling, **values)
 
 
 def _longrope_attention_factor(

@@ -39,5 +39,6 @@ def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
         "qkv_bias": bias,
         "o_bias": bias,
         "mlp_bias": bool(hf.get("mlp_bias")),
+        "tie_embeddings": bool(hf.get("tie_word_embeddings", True)),
     }
     return dense_config("smollm3", hf, rope, kinds=kinds, **features)

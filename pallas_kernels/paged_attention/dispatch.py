@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal, NamedTuple
 
 from jax.experimental.pallas import triton
@@ -69,4 +68,5 @@ def choose_body(
 
 def _known(kind: str) -> bool:
     """Whether Pallas can compile for GPUs that call themselves so."""
-    return any(re.search(rf"\b{re.escape(gpu.value)}\b", kind) for gpu in triton.GpuVersion)
+    words = f" {kind.replace('-', ' ')} "
+    return any(f" {gpu.value} " in words for gpu in triton.GpuVersion)
