@@ -37,12 +37,7 @@ HOST_ONLY = (  # the host's decisions: no array library but NumPy
     "validation",
     "waiting_queue",
 )
-HOMES_OF_JIT = {
-    "jaxinfer/step.py",
-    "jaxinfer/sampler.py",
-    "jaxinfer/page_transfer.py",
-    "jaxinfer/gpu_check/kernels.py",  # which compiles each kernel by itself
-}
+HOMES_OF_JIT = {"jaxinfer/step.py", "jaxinfer/sampler.py", "jaxinfer/page_transfer.py"}
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60  # lines; of a function, those of its body
 
 

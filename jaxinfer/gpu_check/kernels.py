@@ -31,9 +31,6 @@ from pallas_kernels.paged_attention.dispatch import PAGES
 from pallas_kernels.paged_attention.triton_blocks import Pool
 
 SLOTS, CHUNK, TILES, TABLE_WIDTH, NUM_PAGES = 64, 512, 16, 128, 512
-_OPTIONS = ("scale", "value_dim", "window", "soft_cap")
-_DECODE = jax.jit(triton_decode.paged_attention, static_argnames=_OPTIONS)
-_PREFILL = jax.jit(triton_prefill.paged_prefill, static_argnames=_OPTIONS)
 _TENSOR_CORES = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)")
 
 
@@ -165,14 +162,16 @@ def _decode(case: Case, mesh: Mesh) -> Any:
     pool, how = _pool(case, mesh)
     shape = (SLOTS, case.kv_heads, case.group, case.head_dim)
     table, lens = _ints(mesh, SLOTS, TABLE_WIDTH), _ints(mesh, SLOTS)
-    return _DECODE.lower(_queries(mesh, shape), pool, table, lens, _sinks(case, mesh), **how)
+    arrays = (_queries(mesh, shape), pool, table, lens, _sinks(case, mesh))
+    return triton_decode.program.lower(*arrays, **how)
 
 
 def _prefill(case: Case, mesh: Mesh) -> Any:
     pool, how = _pool(case, mesh)
     shape = (CHUNK, case.kv_heads, case.group, case.head_dim)
     table, tiles = _ints(mesh, SLOTS, TABLE_WIDTH), _ints(mesh, TILES, 4)
-    return _PREFILL.lower(_queries(mesh, shape), pool, table, tiles, _sinks(case, mesh), **how)
+    arrays = (_queries(mesh, shape), pool, table, tiles, _sinks(case, mesh))
+    return triton_prefill.program.lower(*arrays, **how)
 
 
 def _pool(case: Case, mesh: Mesh) -> tuple[Pool, dict[str, Any]]:

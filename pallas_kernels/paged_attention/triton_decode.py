@@ -129,3 +129,9 @@ def _combine(
     out = jnp.sum(weights[..., None] * values, axis=-2)
     out = out / jnp.where(whole == 0, 1.0, whole)[..., None]  # NaN stays: the row failed
     return jnp.where((kv_lens > 0)[:, None, None, None], out, 0).astype(dtype)
+
+
+# By itself, to be compiled and timed; in a step it is part of that program.
+program = jax.jit(
+    paged_attention, static_argnames=("scale", "value_dim", "window", "soft_cap", "interpret")
+)

@@ -105,3 +105,9 @@ def _kernel(
     for dims, value in zip(blocks.parts(o.value_dim), values):
         out = (value * factor).astype(out_ref.dtype)
         plgpu.store(at(out_ref, blocks.dims_of(dims)), out, mask=real[:, None])
+
+
+# By itself, to be compiled and timed; in a step it is part of that program.
+program = jax.jit(
+    paged_prefill, static_argnames=("scale", "value_dim", "window", "soft_cap", "interpret")
+)
