@@ -9,7 +9,7 @@ from test_gpu_check import require_compiler
 
 from jaxinfer.gpu_check import kernel_report
 from jaxinfer.gpu_check.cli import RECORDED
-from jaxinfer.gpu_check.kernels import CASES, Kernel
+from jaxinfer.gpu_check.kernels import Kernel, cases
 from jaxinfer.gpu_check.target import TARGETS
 from pallas_kernels.paged_attention import choose_body
 
@@ -23,8 +23,8 @@ def report():
 def test_no_kernel_spills_and_all_use_the_tensor_cores(report):
     assert not kernel_report.problems(report, RECORDED.read_text())
     for target, kernels in report.items():
-        old = TARGETS[target].compute_capability < (8, 9)  # which cannot convert float8
-        assert len(kernels) == 2 * (len(CASES) - old)
+        known = [case for case in cases() if case.runs_on(TARGETS[target].compute_capability)]
+        assert len(kernels) == len(known)
 
 
 def test_what_is_worse_than_recorded_is_named(report):
@@ -38,7 +38,9 @@ def test_what_is_worse_than_recorded_is_named(report):
 
     assert not wrong()
     (more,) = wrong(registers=first.registers + kernel_report.SLACK + 1)
-    assert f"{first.case}, decode, on h200" in more and f"{first.registers} recorded" in more
+    assert (
+        f"{first.kernel}, {first.case}, on h200" in more and f"{first.registers} recorded" in more
+    )
     assert "4 bytes spilled" in wrong(spilled=4)[0]
     assert "0 products" in wrong(tensor_core_products=0)[0]
     assert "no such tile" in wrong(error="no such tile")[0]
@@ -46,10 +48,10 @@ def test_what_is_worse_than_recorded_is_named(report):
 
 def test_the_recorded_table_has_every_kernel():
     recorded = kernel_report._recorded(RECORDED.read_text())
-    for case in CASES:
-        for kind in ("decode", "prefill"):
-            assert recorded[case.models, kind, "h200"] > 0
-    assert Kernel("x", "decode", 96, 0, 32).passed and not Kernel("x", "decode", 96, 0, 0).passed
+    for case in cases():
+        assert recorded[case.kernel, case.case, "h200"] > 0
+    assert Kernel("decode", "x", 96, 0, 32).passed and not Kernel("decode", "x", 96, 0, 0).passed
+    assert Kernel("top-k", "x", 96, 0, 0, tensor_cores=False).passed
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jaxinfer.gpu_check.kernels import CASES, Kernel, compile_all
+from jaxinfer.gpu_check.kernels import Kernel, cases, compile_all
 
 KERNEL_TARGETS = ("h200", "b200", "l40", "a100")
 SLACK = 8  # registers that another order of instructions may take
@@ -28,11 +28,7 @@ def problems(report: Report, recorded: str = "") -> list[str]:
     """What must not be: errors, spills, no tensor cores, and more registers than `recorded`, a
     text with a table made by the same compilers."""
     found = [
-        f"{kernel.case}, {kernel.kind}, on {target}: "
-        + (
-            kernel.error
-            or f"{kernel.spilled} bytes spilled, {kernel.tensor_core_products} products"
-        )
+        f"{kernel.kernel}, {kernel.case}, on {target}: {_complaint(kernel)}"
         for target, kernels in report.items()
         for kernel in kernels
         if not kernel.passed
@@ -42,10 +38,10 @@ def problems(report: Report, recorded: str = "") -> list[str]:
     before = _recorded(recorded)
     for target, kernels in report.items():
         for kernel in kernels:
-            most = before.get((kernel.case, kernel.kind, target))
+            most = before.get((kernel.kernel, kernel.case, target))
             if most is not None and kernel.registers > most + SLACK:
                 grown = f"{kernel.registers} registers, {most} recorded"
-                found.append(f"{kernel.case}, {kernel.kind}, on {target}: {grown}")
+                found.append(f"{kernel.kernel}, {kernel.case}, on {target}: {grown}")
     return found
 
 
@@ -65,16 +61,12 @@ def table(report: Report) -> str:
     lines = [
         f"Compiled with {versions()}.",
         "",
-        "| attention of | heads | pages | kernel | " + " | ".join(targets) + " |",
-        "|---" * (4 + len(targets)) + "|",
+        "| kernel | of | shape | " + " | ".join(targets) + " |",
+        "|---" * (3 + len(targets)) + "|",
     ]
-    for case in CASES:
-        heads = f"{case.kv_heads} × {case.group} of {case.head_dim}"
-        pages = f"{case.page_size}, {case.pages}"
-        for kind in ("decode", "prefill"):
-            cells = [_cell(report[target], case.models, kind) for target in targets]
-            row = " | ".join([case.models, heads, pages, kind, *cells])
-            lines.append(f"| {row} |")
+    for case in cases():
+        cells = [_cell(report[target], case.kernel, case.case) for target in targets]
+        lines.append(f"| {' | '.join([case.kernel, case.case, case.shape, *cells])} |")
     return "\n".join(lines) + "\n"
 
 
@@ -85,18 +77,18 @@ def write(report: Report, path: Path) -> None:
     path.write_text(before + _BEGIN + table(report) + _END + after)
 
 
-def _cell(kernels: Sequence[Kernel], case: str, kind: str) -> str:
-    found = [kernel for kernel in kernels if (kernel.case, kernel.kind) == (case, kind)]
+def _cell(kernels: Sequence[Kernel], kernel: str, case: str) -> str:
+    found = [found for found in kernels if (found.kernel, found.case) == (kernel, case)]
     return str(found[0].registers) if found else "-"
 
 
 def _recorded(text: str) -> dict[tuple[str, str, str], int]:
-    """Registers by (case, kind, target) of the table in a text."""
+    """Registers by (kernel, case, target) of the table in a text."""
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    heading = next((row for row in rows if row[:1] == ["attention of"]), [])
+    heading = next((row for row in rows if row[:3] == ["kernel", "of", "shape"]), [])
     found = {}
     for row in rows:
-        for target, cell in zip(heading[4:], row[4:]):
+        for target, cell in zip(heading[3:], row[3:]):
             if re.fullmatch(r"\d+", cell):
-                found[row[0], row[3], target] = int(cell)
+                found[row[0], row[1], target] = int(cell)
     return found
