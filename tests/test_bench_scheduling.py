@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 from fakes import POISON, FakeRunner, scheduler_limits
@@ -14,12 +15,12 @@ from jaxinfer.bench import setup
 from jaxinfer.bench.cli import app
 from jaxinfer.bench.drive import drive, drive_feed
 from jaxinfer.bench.feeds import Chats, Reserving, Waves
-from jaxinfer.bench.ladder import LADDER, ladder, rungs_named, static_bound
+from jaxinfer.bench.ladder import LADDER, Runs, _batching, ladder, rungs_named, static_bound
 from jaxinfer.bench.no_device import engine_without_device
 from jaxinfer.bench.pages import Memory, compare_reservations
 from jaxinfer.bench.prefix import GUIDE, Sizes, compare, make_load, shared_hits, warm_up
 from jaxinfer.bench.scheduler_cost import requests, scheduler_times
-from jaxinfer.bench.variants import running_as
+from jaxinfer.bench.variants import StepNote, running_as
 from jaxinfer.bench.workload import WorkItem, make_workload
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
@@ -151,6 +152,22 @@ def test_continuous_batching_reaches_its_bound_on_a_long_load():
     found = ladder(engine, items, rungs_named(["static", "continuous"]), 1)["batching"]
     assert found["bound"] > 2
     assert found["decode_steps_fraction"] >= 0.9
+
+
+def test_the_bound_in_seconds_is_that_of_steps_with_all_slots_alive():
+    """By hand: 2 slots, 6 output tokens besides the first ones; full steps take 2 s, others 1 s."""
+
+    def steps(*alive: int) -> SimpleNamespace:
+        notes = [StepNote(n, 0, 2.0 if n == 2 else 1.0) for n in alive]
+        return SimpleNamespace(decode_steps=notes, prompt_steps=[], prefill_tokens=0)
+
+    timeline = SimpleNamespace(output_tokens=8, elapsed=9.0, ttfts=lambda **_: [], tpots=[])
+    static, continuous = Runs(), Runs()
+    static.add(timeline, steps(2, 1, 2, 1), 0)
+    continuous.add(timeline, steps(2, 2, 1, 1), 0)
+    found = _batching({"static": static, "continuous": continuous}, [1, 2, 1, 2], 2)
+    assert found["bound_seconds"] == pytest.approx(6 / (3 * 2))
+    assert found["decode_seconds_fraction"] == pytest.approx(3 * 2 / 6)
 
 
 def test_continuous_and_static_answer_alike():

@@ -116,7 +116,8 @@ def _batching_rows(found: dict[str, Any]) -> list[tuple[str, Any]]:
         ("decode steps, static / continuous", found["decode_steps_ratio"]),
         ("  of the bound", f"{found['decode_steps_fraction']:.1%}"),
         ("their seconds, static / continuous", report.interval(found["decode_seconds_ratio"])),
-        ("  of the bound", f"{found['decode_seconds_fraction']:.1%}"),
+        ("bound of the seconds: steps with all slots alive", found["bound_seconds"]),
+        ("  of this bound", f"{found['decode_seconds_fraction']:.1%}"),
         ("output tok/s, continuous / static", report.interval(found["throughput_ratio"])),
     ]
 
