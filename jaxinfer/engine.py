@@ -11,7 +11,8 @@ The story of a request:
    token of every row and decides whether it ends (`sampler.py`). Tokens stay on the device and are
    the input of the next step.
 4. While the device computes this step, the previous one's result is read: tokens are appended to
-   their sequences, ended ones give up their slots, and one list of events goes to the front.
+   their sequences, ended ones give up their slots (those at their limit did so before, when the
+   step of their last token was planned), and one list of events goes to the front.
 5. The front turns token ids into text, holds back stop strings and streams (`frontend.py`). If a
    stop string is found, or the client leaves, it sends `Abort`.
 
@@ -256,7 +257,7 @@ class Engine:
         scheduler, counters = self.scheduler, self.counters
         return Load(
             slots=self.limits.max_num_seqs,
-            running=len(scheduler.running),
+            running=len(scheduler.running) + len(scheduler.leaving),
             waiting=len(scheduler.waiting),
             waiting_tokens=scheduler.waiting.tokens,
             pages=scheduler.pages.count(),

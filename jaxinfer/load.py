@@ -52,7 +52,8 @@ class Load:
     """An engine's load at one moment.
 
     Attributes:
-        slots / running / waiting: sequences that can run at once, that do, and that wait.
+        slots / running / waiting: sequences that can run at once, that do, and that wait. More
+            can run than there are slots while the last tokens of some are on their way.
         waiting_tokens: prompt tokens of the waiting ones.
         pages: (free, cached, used) of all KV groups; page_size: tokens of one.
         counters: of the same moment.

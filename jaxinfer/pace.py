@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 
+from jaxinfer.step_plan import StepPlan
+
 logger = logging.getLogger(__name__)
 
 SMALLEST_CHUNK = 64  # tokens; the chunk is chosen among halves of the largest, down to this
@@ -135,6 +137,38 @@ class Pace:
         if self._end_time is not None:  # ends that do not come are news too
             wait = ends_awaited * max(self._end_time, self._since_end)
         return wait + tokens_ahead * (self._token_time or 0.0)
+
+
+class StepWatch:
+    """Tells `Pace` what each step took: the time from one plan to the next, for the step that was
+    read between them."""
+
+    def __init__(self, pace: Pace):
+        self._pace = pace
+        self._planned: float | None = None  # when the last step was, unless there was none
+        self._read: StepPlan | None = None
+        self._ends = 0
+
+    def planning(self, now: float) -> None:
+        """A step is about to be planned."""
+        if self._planned is not None and (step := self._read) is not None:
+            rows, seconds = len(step.decodes), now - self._planned
+            self._pace.observe(rows, step.chunk_tokens, self._ends, seconds, step.expected)
+        self._planned, self._read, self._ends = now, None, 0
+
+    def read(self, step: StepPlan, more: bool) -> None:
+        """A step was read. The time until somebody comes, if there is no `more`, is no step's."""
+        self._read = step
+        if not more:
+            self.idle()
+
+    def ended(self) -> None:
+        """A sequence ended."""
+        self._ends += 1
+
+    def idle(self) -> None:
+        """There was nothing to plan."""
+        self._planned = None
 
 
 def _rung(rows: int) -> int:

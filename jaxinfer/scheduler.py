@@ -20,7 +20,7 @@ from collections import deque
 from jaxinfer.admission import Admission
 from jaxinfer.deadlines import Deadlines, check_in_time
 from jaxinfer.load import KEPT_RECORDS, StepRecord
-from jaxinfer.pace import Pace
+from jaxinfer.pace import Pace, StepWatch
 from jaxinfer.page_allocator import PageAllocator
 from jaxinfer.policy import SchedulerLimits, SchedulerPolicy, ThrashGuard
 from jaxinfer.prefix_cache import namespace_key
@@ -44,6 +44,7 @@ class Scheduler:
             policy.ageing, dict(policy.tenant_weights), policy.batch_priority
         )
         self.running: list[Sequence] = []  # most urgent first, then in order of admission
+        self.leaving: set[Sequence] = set()  # no slot any more: their last token is on its way
         self.by_id: dict[str, Sequence] = {}
         self.deadlines = Deadlines(self.by_id)
         self.pace = Pace(limits.chunk_tokens, policy.tpot_target, policy.separate_phases)
@@ -54,12 +55,10 @@ class Scheduler:
         self._free_slots = list(range(limits.num_slots - 1, -1, -1))
         self._page_outs: list[PageMove] = []  # to go out with the next step
         self._arrivals = self._admissions = 0
-        self._page_size = limits.page_size
         self._step = 0
         self._chunk_was_last = False
-        self._last_plan: float | None = None  # when, unless nothing was planned then
-        self._read: StepPlan | None = None  # the last step that was read since
-        self._ends = 0  # sequences that ended since
+        self._watch = StepWatch(self.pace)
+        self._complete: list[Sequence] = []  # whose last token the last step computes
 
     @property
     def allocators(self) -> list[PageAllocator]:
@@ -96,33 +95,34 @@ class Scheduler:
     def _to_compute(self, sequence: Sequence, follows: bool) -> int:
         """Prompt tokens that it will compute, as far as is known when it comes."""
         if follows:
-            found = (sequence.prompt_len - 1) // self._page_size
+            found = (sequence.prompt_len - 1) // self.limits.page_size
         else:
             found = len(self.pages.lookup(sequence)[0])
-        return sequence.prompt_len - found * self._page_size
+        return sequence.prompt_len - found * self.limits.page_size
 
     def finish(self, sequence: Sequence, failed: bool = False) -> None:
         """End a sequence. Its slot is free now, its pages once no step can write them."""
         sequence.finished = True
         del self.by_id[sequence.request.id]
-        if sequence.slot == NO_SLOT:
+        if sequence.slot != NO_SLOT:
+            self._vacate(sequence)
+        elif sequence in self.leaving:
+            self.leaving.remove(sequence)
+        else:
             self.waiting.remove(sequence)
             self.pages.forget_host(sequence)
             return
-        self._ends += 1
+        self._watch.ended()
         if failed:
             self.pages.withdraw(sequence)
         else:
             self._publish_output(sequence)
-        self.running.remove(sequence)
-        self._vacate(sequence)
+        self.pages.release(sequence)
 
     def retire(self, plan: StepPlan) -> None:
         """A step was read: pages that only it or earlier ones could write come back."""
-        self._read = plan
         self.pages.retire(plan.number)
-        if not self.by_id:
-            self._last_plan = None  # the time until somebody comes is no step's
+        self._watch.read(plan, more=bool(self.by_id))
 
     def stop(self) -> None:
         """No step is on its way any more, whatever was planned."""
@@ -132,7 +132,8 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when nothing can be computed now."""
-        self._observe(now)
+        self._watch.planning(now)
+        self._leave()
         self._rise(now)
         plan = StepPlan(self._step)
         preempted = self.preemptions
@@ -143,7 +144,7 @@ class Scheduler:
             if not self.policy.separate_phases:
                 self._plan_chunk(plan, now, self.pace.chunk_budget(len(plan.decodes)))
         if not plan.decodes and not plan.pieces:
-            self._last_plan = None
+            self._watch.idle()
             return None
         self._dispatch(plan)
         self._record(plan, now, self.preemptions - preempted)
@@ -155,19 +156,21 @@ class Scheduler:
         slots = self._admission.batch_slots_left() if reserved else None
         self.waiting.rise(now, self.running, slots)
 
-    def _observe(self, now: float) -> None:
-        """Learn how long the step took that was read since the last one was planned."""
-        if self._last_plan is not None and self._read is not None:
-            rows, chunk = len(self._read.decodes), self._read.chunk_tokens
-            seconds = now - self._last_plan
-            self.pace.observe(rows, chunk, self._ends, seconds, self._read.expected)
-        self._last_plan, self._read, self._ends = now, None, 0
+    def _leave(self) -> None:
+        """Who needs no further step makes room for the next one. Its pages stay until its last
+        token is read: they are found by it."""
+        for sequence in self._complete:
+            if sequence.slot != NO_SLOT:
+                self._vacate(sequence)
+                self.leaving.add(sequence)
+        self._complete = []
 
     def _dispatch(self, plan: StepPlan) -> None:
         for sequence in plan.decodes:
             sequence.num_computed_tokens += 1
             sequence.num_in_flight += 1
             sequence.last_step = plan.number
+        self._complete = [s for _, s in plan.sampled() if not s.decodes]
         plan.page_outs, self._page_outs = self._page_outs, []
         streams = len(plan.decodes) or sum(sequence.decodes for sequence in self.running)
         plan.expected = self.pace.expect(len(plan.decodes), plan.chunk_tokens, streams)
@@ -198,10 +201,9 @@ class Scheduler:
         needed, found = self._pages_for(head), self._found_for(head)
         short = self._admission.lacking(head, needed, found)
         victims = [s for s in reversed(self.running) if s.level > head.level]
-        if short <= 0 or self.pages.releases_pending:
-            return
-        for victim in victims[: self.pages.how_many_give(victims, short)]:
-            self._preempt(victim, now)
+        if short > 0 and not self._pages_on_their_way():
+            for victim in victims[: self.pages.how_many_give(victims, short)]:
+                self._preempt(victim, now)
 
     def _plan_decodes(self, plan: StepPlan, now: float) -> None:
         """All that can decode, most urgent first, and the pages they need for it."""
@@ -219,7 +221,7 @@ class Scheduler:
             if self.pages.available:
                 self._grow([sequence], plan)
                 return
-            if self.pages.releases_pending:
+            if self._pages_on_their_way():
                 return
             self._preempt(self.running[-1], now)
 
@@ -235,11 +237,11 @@ class Scheduler:
         for sequence in sequences:
             self._let_decode(sequence)
             self.pages.trim(sequence, sequence.num_computed_tokens)
-            self.waiting.charge(sequence, self._page_size)
+            self.waiting.charge(sequence, self.limits.page_size)
 
     def _let_decode(self, sequence: Sequence) -> None:
         """Decode without a further look until its pages are full or its output is complete."""
-        room = len(sequence.pages[0]) * self._page_size
+        room = len(sequence.pages[0]) * self.limits.page_size
         sequence.decode_until = min(room, sequence.most_tokens - 1)
 
     def _plan_chunk_alone(self, plan: StepPlan, now: float) -> bool:
@@ -355,23 +357,28 @@ class Scheduler:
         # The row may have ended with the last token, and a step after it computes nothing.
         self._publish(sequence, min(len(sequence.tokens) - 1, sequence.num_computed_tokens))
 
+    def _pages_on_their_way(self) -> bool:
+        """Whether a step in flight brings some back when it is read."""
+        return self.pages.releases_pending or bool(self.leaving)
+
     def _preempt(self, sequence: Sequence, now: float, for_pages: bool = True) -> None:
         """Back to the front of its peers in the queue."""
         self.preemptions += 1
         if sequence.preempted and for_pages:  # more free pages would not help who lost its slot
             done = len(sequence.tokens) + sequence.num_in_flight - sequence.tokens_then
             self.thrash.preempted_again(done)
-        self.running.remove(sequence)
         self._publish_output(sequence)
         if not sequence.prefilling:
             self._page_outs += self.pages.offload(sequence)
         self._vacate(sequence)
+        self.pages.release(sequence)
         self.waiting.push(sequence, now, preempted=True)
 
     def _vacate(self, sequence: Sequence) -> None:
+        """Give up its slot."""
+        self.running.remove(sequence)
         self._free_slots.append(sequence.slot)
         sequence.slot, sequence.decode_until = NO_SLOT, 0
-        self.pages.release(sequence)
 
     def check_invariants(self) -> None:
         """AssertionError unless slots, pages and queues account for each other exactly."""
@@ -379,12 +386,14 @@ class Scheduler:
         slots = [sequence.slot for sequence in self.running]
         assert sorted(slots + self._free_slots) == list(range(self.limits.num_slots)), "slots"
         assert all(sequence.slot == NO_SLOT for sequence in waiting), "a waiting slot"
+        assert all(sequence.slot == NO_SLOT for sequence in self.leaving), "a slot that was left"
         assert self.running == sorted(self.running, key=_urgency), "running is out of order"
-        known = {id(s) for s in self.running} | {id(s) for s in waiting}
+        holding = [*self.running, *self.leaving]
+        known = {id(s) for s in holding} | {id(s) for s in waiting}
         assert known == {id(s) for s in self.by_id.values()}, "a sequence is lost or unknown"
-        assert len(known) == len(self.running) + len(waiting), "a sequence is in two places"
+        assert len(known) == len(holding) + len(waiting), "a sequence is in two places"
         self.waiting.check_invariants()
-        self.pages.check_invariants(self.running, waiting)
+        self.pages.check_invariants(holding, waiting)
 
 
 def _urgency(sequence: Sequence) -> tuple[int, int]:

@@ -161,6 +161,48 @@ def test_each_sequence_gets_its_pages_back_after_its_own_last_step():
     assert scheduler.allocators[0].num_used == 0
 
 
+def test_who_is_at_its_limit_leaves_its_slot_before_its_last_token_is_read():
+    scheduler = Scheduler(scheduler_limits(num_slots=1, page_size=4, pages=(6,)))
+    for name, output in (("a", 2), ("b", 3)):
+        scheduler.add(request(name, 4, output))
+    first, second = scheduler.plan(0.0), scheduler.plan(0.0)
+    assert names(first.admitted) == ["a"] and names(second.decodes) == ["a"]
+    third = scheduler.plan(0.0)  # the step of a's last token is not read yet
+    assert names(third.admitted) == ["b"] and third.pieces[0].sequence.slot == 0
+    assert names(scheduler.leaving) == ["a"] and scheduler.allocators[0].num_used == 3
+    scheduler.check_invariants()
+    read(scheduler, first)
+    read(scheduler, second, ended=("a",))
+    assert not scheduler.leaving and scheduler.allocators[0].num_used == 1
+    read(scheduler, third)
+    scheduler.finish(scheduler.by_id["b"])
+
+
+def test_who_has_left_its_slot_can_be_cancelled():
+    scheduler = Scheduler(scheduler_limits(num_slots=1, page_size=4, pages=(6,)))
+    scheduler.add(request("a", 4, 1))
+    first = scheduler.plan(0.0)
+    assert scheduler.plan(0.0) is None and names(scheduler.leaving) == ["a"]
+    scheduler.finish(scheduler.by_id["a"])
+    scheduler.check_invariants()
+    assert scheduler.allocators[0].num_used == 1, "the step may still write it"
+    read(scheduler, first)
+    assert scheduler.allocators[0].num_used == 0 and not scheduler.by_id
+
+
+def test_nobody_is_preempted_for_pages_that_a_leaving_sequence_brings_back():
+    scheduler = Scheduler(scheduler_limits(num_slots=2, chunk=16, page_size=4, pages=(4,)))
+    scheduler.add(request("a", 4, output=8))
+    scheduler.add(request("b", 3, output=2))
+    plans = [scheduler.plan(0.0) for _ in range(5)]
+    assert names(plans[0].admitted) == ["a", "b"] and names(plans[4].decodes) == ["a"]
+    assert scheduler.plan(0.0) is None, "a needs a third page, and b's is on its way"
+    assert scheduler.preemptions == 0
+    read(scheduler, plans[0])
+    read(scheduler, plans[1], ended=("b",))
+    assert names(scheduler.plan(0.0).decodes) == ["a"]
+
+
 def test_a_sequence_without_a_page_sits_out_while_pages_are_on_their_way():
     scheduler = Scheduler(scheduler_limits(num_slots=3, chunk=16, page_size=4, pages=(4,)))
     scheduler.add(request("a", 4, output=8))

@@ -103,11 +103,12 @@ def frame(
     prefill = sum(step.chunk_tokens for step in update.steps) * per_second
     decode = sum(step.decodes for step in update.steps) * per_second
     steps = len(update.steps) * per_second
-    bar = _bar(load.running, load.slots, width - _LABEL)
+    taken = min(load.running, load.slots)  # a last token that is on its way needs no slot
+    bar = _bar(taken, load.slots, width - _LABEL)
     rows = [
         ("server", f"{', '.join(info.model_names)} at {server}, up {duration(load.time)}"),
         *(("", line) for line in _how(info, width - _LABEL)),
-        ("slots", f"{load.running} of {load.slots} used"),
+        ("slots", f"{taken} of {load.slots} used"),
         ("", bar),
         ("queue", f"{load.waiting} waiting, {load.waiting_tokens} prompt tokens"),
         *_page_rows(update, width - _LABEL),
