@@ -52,14 +52,11 @@ class DetokenizerFactory:
         return _WindowDetokenizer(self._tokenizer, self._context(prompt), skipped)
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of a token of a byte-level tokenizer; none for an id without a token."""
+        """The bytes that a token stands for; none for an id without a token."""
         known = self._bytes.get(token)
         if known is None:
             text = self._tokenizer.id_to_token(token) or ""
-            try:
-                known = bytes(_BYTE_OF[char] for char in text)
-            except KeyError:  # an added token, spelled as it is
-                known = text.encode()
+            known = _spelled(text) if self._byte_level else _pieced(text)
             self._bytes[token] = known
         return known
 
@@ -85,6 +82,21 @@ def _byte_alphabet() -> dict[str, int]:
 
 _BYTE_OF = _byte_alphabet()
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+def _spelled(text: str) -> bytes:
+    """Of a byte-level tokenizer's token."""
+    try:
+        return bytes(_BYTE_OF[char] for char in text)
+    except KeyError:  # an added token, spelled as it is
+        return text.encode()
+
+
+def _pieced(text: str) -> bytes:
+    """Of a SentencePiece token: a byte, or a text whose spaces are written as bars."""
+    if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", text):
+        return bytes.fromhex(byte[1])
+    return text.replace("▁", " ").encode()
 
 
 class _ByteLevelDetokenizer:

@@ -23,13 +23,11 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
-from jaxinfer.expert_load import ExpertLoad
-from jaxinfer.load import Load, StepRecord
+from jaxinfer.engine_link import EngineLink, EngineView, Observer, OnEvents, OnStop
+from jaxinfer.load import Load
 from jaxinfer.request import (
     Abort,
-    Command,
     Counters,
     EngineStoppedError,
     FinishReason,
@@ -47,57 +45,13 @@ logger = logging.getLogger(__name__)
 
 LONG_TEXT = 8192  # characters (or ids) from which on encoding (decoding) leaves the event loop
 
-OnEvents = Callable[[list[SequenceEvent]], None]
-OnStop = Callable[[str], None]
-
-
-class EngineView(Protocol):
-    """What may be asked of an engine from any thread."""
-
-    @property
-    def counters(self) -> Counters: ...
-
-    @property
-    def records(self) -> Sequence[StepRecord]: ...  # of its last steps, the newest last
-
-    def load(self) -> Load: ...
-
-    def page_states(self) -> list[bytes]: ...  # by KV group, a byte a page: free, used, cached
-
-    @property
-    def experts(self) -> ExpertLoad | None: ...  # None for a model without
-
-
-class EngineLink(Protocol):
-    """What the front needs of the engine, wherever it runs. `EngineThread` is one."""
-
-    @property
-    def status(self) -> str: ...  # "running", "stopped" or "failed"
-
-    @property
-    def failure(self) -> str: ...
-
-    @property
-    def last_progress(self) -> float: ...  # when the last step ended, on the engine's clock
-
-    @property
-    def has_work(self) -> bool: ...
-
-    @property
-    def engine(self) -> EngineView: ...
-
-    def start(self) -> None: ...
-
-    def stop(self, reason: str) -> None: ...
-
-    def send(self, command: Command) -> None: ...
-
 
 class Frontend:
     """Runs requests on one engine for any number of readers.
 
     `connect` makes the engine's end, given the callbacks for events and for the engine's end;
-    `stall_limit` is how many seconds without a step, while there is work, count as a stall.
+    `stall_limit` is how many seconds without a step, while there is work, count as a stall;
+    `observer` is told of every token and of every end.
     """
 
     def __init__(
@@ -106,8 +60,10 @@ class Frontend:
         connect: Callable[[OnEvents, OnStop], EngineLink],
         stall_limit: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
+        observer: Observer | None = None,
     ):
         self.text = text
+        self._observer = observer
         self.started_at = clock()
         self._engine = connect(self._on_events, self._on_stop)
         self._stall_limit = stall_limit
@@ -222,6 +178,7 @@ class Frontend:
         return [sample for sample in stream.samples if sample.request.id in self._samples]
 
     def _abort(self, sample: Sample, reason: FinishReason) -> None:
+        self._note_end(sample, reason, self._clock())
         self._forget(sample)
         with contextlib.suppress(EngineStoppedError):  # a stopped one holds nothing any more
             self._engine.send(Abort(sample.request.id, reason))
@@ -258,6 +215,7 @@ class Frontend:
                 self._dropped_tokens += len(event.tokens)
                 continue
             delta = _push(sample, event)
+            self._note_tokens(sample, len(delta.token_ids), event.time)
             self._dropped_tokens += len(event.tokens) - len(delta.token_ids)
             if delta.finish is None:
                 if delta.token_ids:
@@ -266,8 +224,21 @@ class Frontend:
             if event.finish is None:  # the engine knows nothing of it: a stop string, or a fault
                 self._abort(sample, delta.finish.reason)
             else:
+                self._note_end(sample, delta.finish.reason, event.time)
                 self._forget(sample)
             sample.stream.take(delta)
+
+    def _note_tokens(self, sample: Sample, tokens: int, now: float) -> None:
+        if not tokens or self._observer is None:
+            return
+        if sample.last_token is not None:
+            self._observer.token(now - sample.last_token)
+        sample.generated += tokens
+        sample.last_token = now
+
+    def _note_end(self, sample: Sample, reason: FinishReason, now: float) -> None:
+        if self._observer is not None:
+            self._observer.ended(sample, reason, now)
 
     # -- health ----------------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ class Sample:
     stream: Stream
     request: Request
     output: OutputBuilder
+    generated: int = 0  # tokens its reader was given
+    last_token: float | None = None  # when it had the last one
 
 
 class Stream:

@@ -147,6 +147,10 @@ class TextProcessor:
         found.raise_if_any()
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def token_bytes(self, token: int) -> bytes:
+        """What a token stands for in a text."""
+        return self._detokenizers.token_bytes(token)
+
     def requests(
         self,
         prompt: Sequence[int],
@@ -198,14 +202,14 @@ class OutputBuilder:
         self.finished = False
         self._detokenizer = detokenizer
         self._stops = StopMatcher(request.params.stop, request.params.include_stop)
-        self._queued: float | None = None
-        self._first_token: float | None = None
+        self.queued: float | None = None  # seconds until a slot was found
+        self.first_token: float | None = None  # seconds until it came
         self._cached_tokens = 0
 
     @property
     def started(self) -> bool:
         """Whether the request is known to have had a slot."""
-        return self._queued is not None
+        return self.queued is not None
 
     def push(self, event: SequenceEvent) -> Delta:
         """What an event adds. Tokens after the one that completed a stop string are dropped."""
@@ -224,17 +228,15 @@ class OutputBuilder:
         if delta.finish is not None:
             self.finished = True
             delta.cached_tokens = self._cached_tokens
-            delta.timing = Timing(
-                self._queued, self._first_token, event.time - self.request.arrival
-            )
+            delta.timing = Timing(self.queued, self.first_token, event.time - self.request.arrival)
         return delta
 
     def _note_start(self, event: SequenceEvent) -> None:
         if event.first_scheduled is not None:
-            self._queued = event.first_scheduled - self.request.arrival
+            self.queued = event.first_scheduled - self.request.arrival
             self._cached_tokens = event.cached_tokens
-        if event.tokens and self._first_token is None:
-            self._first_token = event.time - self.request.arrival
+        if event.tokens and self.first_token is None:
+            self.first_token = event.time - self.request.arrival
 
     def _add_text(self, delta: Delta, piece: str) -> None:
         certain, matched = self._stops.push(piece)

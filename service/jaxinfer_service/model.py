@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.frontend import EngineLink, Frontend, OnEvents, OnStop
+from jaxinfer.engine_link import EngineLink, OnEvents, OnStop
+from jaxinfer.frontend import Frontend
 from jaxinfer.request import EngineStoppedError
 from jaxinfer.text import TextProcessor
+from jaxinfer_service.metrics.histograms import Histograms
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class ServedModel:
 
     opened: OpenedModel
     frontend: Frontend
+    histograms: Histograms
+    opened_at: int = field(default_factory=lambda: int(time.time()))  # seconds of the Unix epoch
 
     @property
     def names(self) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""The gRPC server: one process, one model.
+"""The server: one process, one model, gRPC and beside it HTTP.
 
 Its life: bind the port (a taken port is an error before anything is loaded) · answer health checks
 NOT_SERVING and calls UNAVAILABLE while the model loads in a thread · SERVING · on SIGTERM or SIGINT
@@ -27,6 +27,9 @@ from grpc_reflection.v1alpha import reflection
 from jaxinfer.frontend import Frontend
 from jaxinfer_service import control, servicer
 from jaxinfer_service.control import ControlService
+from jaxinfer_service.http.app import HttpFront
+from jaxinfer_service.http.server import HttpServer
+from jaxinfer_service.metrics.histograms import Histograms
 from jaxinfer_service.model import OpenedModel, ServedModel
 from jaxinfer_service.servicer import InferenceService
 
@@ -61,12 +64,16 @@ class ServerConfig:
 
     Attributes:
         host, port: port 0 takes a free one.
+        http_port: of the OpenAI-compatible front, 0 for a free one; None for no such front.
+        metrics_prefix: how the names of its metrics begin.
         drain_timeout: seconds that running requests have to finish after SIGTERM.
         stall_limit: seconds without a step, while there is work, that count as a stall.
     """
 
     host: str = "127.0.0.1"
     port: int = 50051
+    http_port: int | None = None
+    metrics_prefix: str = "jaxinfer"
     drain_timeout: float = 30.0
     stall_limit: float = 60.0
 
@@ -76,10 +83,11 @@ class Server:
 
     def __init__(self, config: ServerConfig, open_model: Callable[[], OpenedModel]):
         self.config = config
-        self.port = 0  # the real one, once bound
+        self.port = self.http_port = 0  # the real ones, once bound
         self._open_model = open_model
         self._service = InferenceService()
         self._control = ControlService()
+        self._http = HttpFront(config.metrics_prefix)
         self._health = health.aio.HealthServicer()
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -93,9 +101,17 @@ class Server:
 
         Raises ListenError, or what `open_model` raises; then nothing is left running.
         """
-        server = self._bind()
+        http = self._bind_http()
+        try:
+            server = self._bind()
+        except ListenError:
+            if http is not None:
+                await http.stop()
+            raise
         await self._set_health(serving=False)
         await server.start()
+        if http is not None:
+            http.start()
         if on_signals:
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self.shut_down)
@@ -107,7 +123,18 @@ class Server:
             return True
         finally:
             await self._set_health(serving=False)
-            await server.stop(0 if self._hurry.is_set() else _HANDLERS_GRACE)
+            hurry = self._hurry.is_set()
+            if http is not None:
+                await http.stop(hurry)
+            await server.stop(0 if hurry else _HANDLERS_GRACE)
+
+    def _bind_http(self) -> HttpServer | None:
+        if self.config.http_port is None:
+            return None
+        listener = listen(self.config.host, self.config.http_port, "--http-port")
+        http = HttpServer(self._http.app, listener)
+        self.http_port = http.port
+        return http
 
     def _bind(self) -> grpc.aio.Server:
         host, port = self.config.host, self.config.port
@@ -148,9 +175,14 @@ class Server:
         return opened.result() if opened.done() else None
 
     async def _serve(self, opened: OpenedModel) -> None:
-        frontend = Frontend(opened.text, opened.connect, self.config.stall_limit)
+        histograms = Histograms(opened.text.limits.max_model_len)
+        frontend = Frontend(
+            opened.text, opened.connect, self.config.stall_limit, observer=histograms
+        )
         frontend.start()
-        self._service.served = self._control.served = ServedModel(opened, frontend)
+        served = ServedModel(opened, frontend, histograms)
+        self._service.served = self._control.served = served
+        self._http.serve(served)
         watch = asyncio.create_task(self._watch(frontend))
         try:
             await self._stopping.wait()
@@ -173,9 +205,13 @@ class Server:
                 if reason:
                     logger.error("not serving: %s", reason)
                 else:
-                    logger.info("serving", extra={"host": self.config.host, "port": self.port})
+                    logger.info("serving", extra=self._where())
             before = reason
             await asyncio.sleep(min(CHECK_SECONDS, self.config.stall_limit / 4))
+
+    def _where(self) -> dict[str, Any]:
+        where = {"host": self.config.host, "port": self.port}
+        return where if self.config.http_port is None else where | {"http_port": self.http_port}
 
     async def _set_health(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse
@@ -194,22 +230,33 @@ async def _first(*awaitables: Any) -> None:
 
 def check_listen(host: str, port: int) -> None:
     """Raise ListenError if the address cannot be listened on, saying what to do."""
+    listen(host, port).close()
+
+
+def listen(host: str, port: int, option: str = "--port") -> socket.socket:
+    """A socket that listens there. Raises ListenError saying what to do, with `option`."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
+        listener = socket.socket(family, kind)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(128)
+        except BaseException:
+            listener.close()
+            raise
     except (OSError, OverflowError) as error:
         number = error.errno if isinstance(error, OSError) else None
-        raise ListenError(f"cannot listen on {host}:{port}: {_advice(number, error)}") from error
+        advice = _advice(number, error, option)
+        raise ListenError(f"cannot listen on {host}:{port}: {advice}") from error
+    return listener
 
 
-def _advice(number: int | None, error: Exception) -> str:
+def _advice(number: int | None, error: Exception, option: str) -> str:
     if number == errno.EADDRINUSE:
-        return "the port is in use; stop what uses it or choose another --port"
+        return f"the port is in use; stop what uses it or choose another {option}"
     if number == errno.EACCES:
-        return "this user may not use ports below 1024; choose another --port"
+        return f"this user may not use ports below 1024; choose another {option}"
     if number == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
         return "this machine has no such address; choose another --host"
     return str(error)

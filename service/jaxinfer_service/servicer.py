@@ -92,9 +92,7 @@ class InferenceService:
 
     def _model(self, name: str) -> ServedModel:
         model = loaded(self.served)
-        if name and name not in model.names:
-            served = ", ".join(model.names)
-            raise status.ModelNotFoundError(f"model {name!r} is not served here; {served} is")
+        status.check_model(model.names, name)
         return model
 
     async def _submit(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -22,6 +23,12 @@ DETAILS_BYTES = 3500  # base64 adds a third
 
 class ModelNotFoundError(LookupError):
     """The request names a model that is not served here."""
+
+
+def check_model(served: Sequence[str], name: str) -> None:
+    """Raise ModelNotFoundError for a name that is not among those served; "" is any."""
+    if name and name not in served:
+        raise ModelNotFoundError(f"model {name!r} is not served here; {', '.join(served)} is")
 
 
 class CallNotFoundError(LookupError):

@@ -34,6 +34,19 @@ def serve(
         int,
         typer.Option(min=0, max=65535, metavar="N", help="0: a free one.", rich_help_panel=_SERVER),
     ] = 50051,
+    http_port: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=65535,
+            metavar="N",
+            help="Of the OpenAI-compatible HTTP API; 0: a free one.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = 8000,
+    http: Annotated[
+        bool, typer.Option("--http/--no-http", help="Serve HTTP too.", rich_help_panel=_SERVER)
+    ] = True,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
@@ -43,6 +56,14 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = None,
+    metrics_prefix: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How the names of /metrics begin; vllm for dashboards made for it.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = "jaxinfer",
     drain_timeout: Annotated[
         float,
         typer.Option(
@@ -90,7 +111,7 @@ def serve(
     log_format: options.LogFormat = "text",
     config_file: ConfigFile = None,
 ) -> None:
-    """Serve MODEL over gRPC (jaxinfer.v1, health, reflection) until SIGTERM or Ctrl-C."""
+    """Serve MODEL over gRPC and HTTP (OpenAI's API) until SIGTERM or Ctrl-C."""
     console.set_up_logging(log_level, log_format)
     from jaxinfer.generation import TextOptions
     from jaxinfer_service.server import ServerConfig
@@ -122,7 +143,15 @@ def serve(
     try:
         text = TextOptions.read(chat_template, generation_config, override_generation_config)
         source = Source(model, names, options.stored_dtype(dtype), engine, preset or "", text)
-        loaded = asyncio.run(_serve(ServerConfig(host, port, drain_timeout, stall_timeout), source))
+        server = ServerConfig(
+            host=host,
+            port=port,
+            http_port=http_port if http else None,
+            metrics_prefix=metrics_prefix,
+            drain_timeout=drain_timeout,
+            stall_limit=stall_timeout,
+        )
+        loaded = asyncio.run(_serve(server, source))
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         console.fail(error)
     if not loaded:

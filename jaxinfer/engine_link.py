@@ -1,0 +1,64 @@
+"""How the front and the engine know each other, wherever each of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from jaxinfer.expert_load import ExpertLoad
+from jaxinfer.load import Load, StepRecord
+from jaxinfer.request import Command, Counters, FinishReason, SequenceEvent
+from jaxinfer.stream import Sample
+
+OnEvents = Callable[[list[SequenceEvent]], None]
+OnStop = Callable[[str], None]
+
+
+class EngineView(Protocol):
+    """What may be asked of an engine from any thread."""
+
+    @property
+    def counters(self) -> Counters: ...
+
+    @property
+    def records(self) -> Sequence[StepRecord]: ...  # of its last steps, the newest last
+
+    def load(self) -> Load: ...
+
+    def page_states(self) -> list[bytes]: ...  # by KV group, a byte a page: free, used, cached
+
+    @property
+    def experts(self) -> ExpertLoad | None: ...  # None for a model without
+
+
+class Observer(Protocol):
+    """Who wants to know what becomes of requests; called on the event loop."""
+
+    def token(self, since_last: float) -> None: ...  # seconds after the token before
+
+    def ended(self, sample: Sample, reason: FinishReason, now: float) -> None: ...
+
+
+class EngineLink(Protocol):
+    """What the front needs of the engine, wherever it runs. `EngineThread` is one."""
+
+    @property
+    def status(self) -> str: ...  # "running", "stopped" or "failed"
+
+    @property
+    def failure(self) -> str: ...
+
+    @property
+    def last_progress(self) -> float: ...  # when the last step ended, on the engine's clock
+
+    @property
+    def has_work(self) -> bool: ...
+
+    @property
+    def engine(self) -> EngineView: ...
+
+    def start(self) -> None: ...
+
+    def stop(self, reason: str) -> None: ...
+
+    def send(self, command: Command) -> None: ...

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible front: a second door to the engine that the gRPC service serves."""

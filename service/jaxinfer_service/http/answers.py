@@ -1,0 +1,165 @@
+"""What the OpenAI API answers, from the deltas of the front's streams."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from jaxinfer.request import FinishReason
+from jaxinfer.text import Delta, Finish, TextProcessor
+from jaxinfer_service.model import ServedModel
+
+_REASONS = {
+    FinishReason.EOS: "stop",
+    FinishReason.STOP_ID: "stop",
+    FinishReason.STOP_STRING: "stop",
+    FinishReason.LENGTH: "length",
+}
+
+Choice = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What all objects of one answer have in common."""
+
+    id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def object(self, kind: str, choices: list[Choice], **more: Any) -> dict[str, Any]:
+        """An object of this kind, "chat.completion" or another."""
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return head | {"choices": choices} | more
+
+
+class Shape(Protocol):
+    """How one route's choices look."""
+
+    id_prefix: str
+    kind: str  # of the whole answer
+    chunk_kind: str
+
+    def whole(self, sample: Delta, prompt: str) -> Choice:
+        """A choice of a whole answer."""
+
+    def head(self, index: int, prompt: str) -> Choice | None:
+        """What comes before a choice's first text, in a stream."""
+
+    def part(self, delta: Delta, before: int) -> Choice | None:
+        """What is new of a choice that has `before` characters; None for nothing to be seen."""
+
+
+class Completions:
+    """`logprobs`: how many of the most likely tokens to show, None for no logprobs at all."""
+
+    id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, text: TextProcessor, logprobs: int | None, echo: bool):
+        self._text, self._logprobs, self._echo = text, logprobs, echo
+
+    def whole(self, sample: Delta, prompt: str) -> Choice:
+        return self._choice(sample, (prompt if self._echo else "") + sample.text, 0)
+
+    def head(self, index: int, prompt: str) -> Choice | None:
+        return self._choice(Delta(index), prompt, 0) if self._echo else None
+
+    def part(self, delta: Delta, before: int) -> Choice | None:
+        return self._choice(delta, delta.text, before) if _shows(delta) else None
+
+    def _choice(self, delta: Delta, text: str, before: int) -> Choice:
+        logprobs = self._shown(delta, before) if self._logprobs is not None else None
+        return {"index": delta.index, "text": text, "logprobs": logprobs} | _end(delta.finish)
+
+    def _shown(self, delta: Delta, offset: int) -> dict[str, Any]:
+        tokens = [shown(self._text.token_bytes(token)) for token in delta.token_ids]
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        top = [
+            {shown(self._text.token_bytes(i)): value for i, value in reversed(found.top)}
+            for found in delta.logprobs
+        ]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [found.logprob for found in delta.logprobs],
+            "top_logprobs": top if self._logprobs else None,
+            "text_offset": offsets,
+        }
+
+
+class Chats:
+    """Answers of the assistant."""
+
+    id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, text: TextProcessor):
+        self._text = text
+
+    def whole(self, sample: Delta, prompt: str) -> Choice:
+        message = {"role": "assistant", "content": sample.text, "refusal": None}
+        return self._choice(sample, "message", message)
+
+    def head(self, index: int, prompt: str) -> Choice | None:
+        return self._choice(Delta(index), "delta", {"role": "assistant", "content": ""})
+
+    def part(self, delta: Delta, before: int) -> Choice | None:
+        if not _shows(delta):
+            return None
+        return self._choice(delta, "delta", {"content": delta.text} if delta.text else {})
+
+    def _choice(self, delta: Delta, name: str, content: dict[str, Any]) -> Choice:
+        logprobs = {"content": [*self._shown(delta)]} if delta.logprobs else None
+        choice = {"index": delta.index, name: content, "logprobs": logprobs}
+        return choice | _end(delta.finish)
+
+    def _shown(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        for token, found in zip(delta.token_ids, delta.logprobs):
+            top = [self._entry(i, value) for i, value in found.top]
+            yield self._entry(token, found.logprob) | {"top_logprobs": top}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self._text.token_bytes(token)
+        return {"token": shown(data), "logprob": logprob, "bytes": [*data]}
+
+
+def shown(data: bytes) -> str:
+    """A token's bytes as text; those that are none by themselves become replacement characters."""
+    return data.decode(errors="replace")
+
+
+def usage(prompt_tokens: int, generated_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """How many tokens there were; a prompt counts once, whatever the number of choices."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": generated_tokens,
+        "total_tokens": prompt_tokens + generated_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def model_card(model: ServedModel, name: str) -> dict[str, Any]:
+    """What /v1/models says of a model, by one of its names."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.opened_at,
+        "owned_by": "jaxinfer",
+        "root": model.names[0],
+        "max_model_len": model.opened.text.limits.max_model_len,
+    }
+
+
+def _shows(delta: Delta) -> bool:
+    return bool(delta.text or delta.logprobs or delta.finish)
+
+
+def _end(finish: Finish | None) -> dict[str, Any]:
+    """`stop_reason`: the stop string or id of the request's own that ended the choice."""
+    if finish is None:
+        return {"finish_reason": None}
+    own = finish.stop if finish.reason is not FinishReason.EOS else None
+    return {"finish_reason": _REASONS[finish.reason], "stop_reason": own}

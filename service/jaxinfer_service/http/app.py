@@ -1,0 +1,136 @@
+"""The routes of the OpenAI-compatible front, and those that operators and routers ask.
+
+A request goes the way of a gRPC call: its prompt and parameters to `Frontend.submit`, its deltas
+back (`answers.py`). A client that leaves ends its request in the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from jaxinfer.request import EngineStoppedError
+from jaxinfer.text import Prompt
+from jaxinfer_service import status, version
+from jaxinfer_service.http import answers, errors, schema
+from jaxinfer_service.http.generation import Ask, answer, stream
+from jaxinfer_service.metrics.collector import Metrics
+from jaxinfer_service.model import ServedModel, loaded
+
+
+class HttpFront:
+    """The app, which answers 503 until `serve` is called."""
+
+    def __init__(self, metrics_prefix: str) -> None:
+        self.served: ServedModel | None = None
+        self._metrics = Metrics(metrics_prefix)
+        self.app = FastAPI(title="jaxinfer", version=version(), docs_url=None, redoc_url=None)
+        errors.install(self.app)
+        self._add_routes()
+
+    def serve(self, served: ServedModel) -> None:
+        """Answer from now on."""
+        self.served = self._metrics.served = served
+
+    def _add_routes(self) -> None:
+        self.app.get("/v1/models")(self.models)
+        self.app.get("/v1/models/{name:path}")(self.model)
+        self.app.post("/v1/completions")(self.completions)
+        self.app.post("/v1/chat/completions")(self.chat_completions)
+        self.app.post("/tokenize")(self.tokenize)
+        self.app.post("/detokenize")(self.detokenize)
+        self.app.get("/health")(self.health)
+        self.app.get("/ready")(self.ready)
+        self.app.get("/version")(self.version)
+        self.app.get("/metrics")(self.metrics)
+
+    def _model(self, name: str = "") -> ServedModel:
+        """The served model. Raises EngineStoppedError while there is none, ModelNotFoundError for
+        the name of another."""
+        model = loaded(self.served)
+        status.check_model(model.names, name)
+        return model
+
+    # -- generation ------------------------------------------------------------------------------
+
+    async def completions(self, body: schema.Completion, request: Request) -> Response:
+        model = self._model(body.model)
+        asks = [Ask(model, prompt, body.params(), body) for prompt in body.prompts]
+        shape = answers.Completions(model.opened.text, body.logprobs, body.echo)
+        return await self._generate(asks, shape, body, request)
+
+    async def chat_completions(self, body: schema.ChatCompletion, request: Request) -> Response:
+        model = self._model(body.model)
+        asks = [Ask(model, body.chat, body.params(), body)]
+        return await self._generate(asks, answers.Chats(model.opened.text), body, request)
+
+    async def _generate(
+        self, asks: list[Ask], shape: answers.Shape, body: schema.Sampling, request: Request
+    ) -> Response:
+        if not body.stream:
+            return await answer(asks, shape, request)
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        first, rest = await stream(asks, shape, with_usage)
+        return StreamingResponse(_joined(first, rest), media_type="text/event-stream")
+
+    # -- text ------------------------------------------------------------------------------------
+
+    async def tokenize(self, body: schema.Tokenize) -> dict[str, Any]:
+        model = self._model(body.model)
+        prompt: Prompt
+        if body.messages is not None:
+            prompt = [{"role": m.role, "content": m.text} for m in body.messages]
+        else:
+            prompt = body.prompt or ""
+        special = body.add_special_tokens is not False
+        ids = await model.frontend.encode(prompt, special)
+        found = {
+            "count": len(ids),
+            "max_model_len": model.opened.text.limits.max_model_len,
+            "tokens": ids,
+        }
+        if body.return_token_strs:
+            found["token_strs"] = [answers.shown(model.opened.text.token_bytes(i)) for i in ids]
+        return found
+
+    async def detokenize(self, body: schema.Detokenize) -> dict[str, Any]:
+        model = self._model(body.model)
+        return {"prompt": await model.frontend.decode(body.tokens, skip_special_tokens=False)}
+
+    # -- what is served, and how it is -------------------------------------------------------------
+
+    async def models(self) -> dict[str, Any]:
+        model = self._model()
+        return {"object": "list", "data": [answers.model_card(model, name) for name in model.names]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        return answers.model_card(self._model(name), name)
+
+    async def health(self) -> Response:
+        """Whether the engine goes on; 503 with the reason if not, and before it begins."""
+        return self._well()
+
+    async def ready(self) -> Response:
+        """Whether requests are taken now."""
+        return self._well()
+
+    def _well(self) -> Response:
+        if reason := loaded(self.served).frontend.unavailable():
+            raise EngineStoppedError(reason)
+        return PlainTextResponse("")
+
+    async def metrics(self) -> Response:
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def version(self) -> dict[str, str]:
+        return {"version": version()}
+
+
+async def _joined(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
+    yield first
+    async for event in rest:
+        yield event

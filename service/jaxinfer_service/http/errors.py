@@ -1,0 +1,116 @@
+"""Errors of the runtime as the OpenAI API has them."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from jaxinfer.request import EngineStoppedError, QueueFullError, RequestError
+from jaxinfer_service import status
+from jaxinfer_service.http.schema import RENAMED
+
+logger = logging.getLogger(__name__)
+
+STOPPED_RETRY = 5  # seconds after which another try may find the server ready
+MOST_MESSAGES = 8  # of one refusal
+
+
+class Kind(NamedTuple):
+    """How an error is answered."""
+
+    http: int
+    type: str
+    code: str | None = None
+
+
+_KINDS: dict[type[Exception], Kind] = {
+    RequestError: Kind(400, "invalid_request_error"),
+    status.ModelNotFoundError: Kind(404, "invalid_request_error", "model_not_found"),
+    status.CallNotFoundError: Kind(404, "invalid_request_error"),
+    QueueFullError: Kind(429, "rate_limit_error", "queue_full"),
+    EngineStoppedError: Kind(503, "service_unavailable_error"),
+    status.DeadlineError: Kind(504, "timeout_error", "deadline_exceeded"),
+    status.RequestAbortedError: Kind(409, "aborted_error"),
+    status.RequestFailedError: Kind(500, "server_error"),
+}
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of the app's handlers in the API's form."""
+    for kind in _KINDS:
+        app.add_exception_handler(kind, _answer)
+    app.add_exception_handler(RequestValidationError, _bad_body)
+    app.add_exception_handler(HTTPException, _refused_by_router)
+    app.add_exception_handler(Exception, _answer)
+
+
+def body_of(error: Exception) -> tuple[int, dict[str, Any]]:
+    """The HTTP status of an error and what its answer says."""
+    kind = _KINDS.get(type(error))
+    if kind is None:
+        logger.error("a call failed unexpectedly", exc_info=error)
+        return 500, _body("an error of the server; see its log", Kind(500, "server_error"))
+    if isinstance(error, RequestError):
+        fields = [RENAMED.get(v.field, v.field) for v in error.violations]
+        said = [f"{f} {v.message}" for f, v in zip(fields, error.violations)]
+        return kind.http, _body("; ".join(said[:MOST_MESSAGES]), kind, fields[0])
+    return kind.http, _body(str(error), kind)
+
+
+def _body(message: str, kind: Kind, param: str | None = None) -> dict[str, Any]:
+    error = {"message": message, "type": kind.type, "param": param, "code": kind.code}
+    return {"error": error}
+
+
+async def _answer(request: Request, error: Exception) -> JSONResponse:
+    code, body = body_of(error)
+    headers = {}
+    if isinstance(error, QueueFullError):
+        headers["Retry-After"] = str(math.ceil(error.retry_after))
+    if isinstance(error, EngineStoppedError):
+        headers["Retry-After"] = str(STOPPED_RETRY)
+    return JSONResponse(body, code, headers)
+
+
+async def _bad_body(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    found = [*dict.fromkeys((_path(e["loc"]), _said(e)) for e in error.errors())]
+    said = "; ".join(f"{path}: {text}" if path else text for path, text in found[:MOST_MESSAGES])
+    return JSONResponse(_body(said, _KINDS[RequestError], found[0][0] or None), 400)
+
+
+async def _refused_by_router(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    name = HTTPStatus(error.status_code).phrase.lower()
+    said = f"{request.method} {request.url.path}: {name}"
+    headers = dict(error.headers or {})
+    kind = Kind(error.status_code, "invalid_request_error")
+    return JSONResponse(_body(said, kind), error.status_code, headers)
+
+
+def _path(place: Sequence[Any]) -> str:
+    """A field's path in the body: messages[0].role."""
+    path = ""
+    for part in place[1:]:  # the first one is "body"
+        if isinstance(part, int):
+            path += f"[{part}]" if path else ""  # of broken JSON it is where it breaks
+        elif part.isidentifier() and not hasattr(builtins, part):  # as alternatives of a union are
+            path += f".{part}" if path else part
+    return path
+
+
+def _said(error: Mapping[str, Any]) -> str:
+    if error["type"] == "extra_forbidden":
+        return "is not known to this server, which would ignore it; leave it out"
+    if error["type"] == "json_invalid":
+        return f"the body is no JSON: {error['ctx']['error']}"
+    return str(error["msg"]).removeprefix("Value error, ")

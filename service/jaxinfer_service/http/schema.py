@@ -1,0 +1,220 @@
+"""What clients of the OpenAI API send. A field is honoured or refused: unknown ones are refused.
+
+Ranges are checked where all requests are (`jaxinfer/validation.py`); here are names and types.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+TokenIds = Annotated[list[int], Field(min_length=1)]
+type Several[T] = Annotated[list[T], Field(min_length=1)]
+OneOrMore = str | list[str]
+
+COMPLETION_TOKENS = 16  # of a completion that does not say how many, as the API has it
+
+# By our names, those that the OpenAI API and its common extensions use.
+RENAMED = {
+    "max_new_tokens": "max_tokens",
+    "include_stop": "include_stop_str_in_output",
+}
+
+
+class Body(BaseModel):
+    """Strict: no field that is not known, no text where a number belongs."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    """Of a streamed answer. `include_usage`: a last chunk says how many tokens there were."""
+
+    include_usage: bool = False
+    continuous_usage_stats: Literal[False] = False
+
+
+class TextFormat(Body):
+    """The only form of answers so far."""
+
+    type: Literal["text"]
+
+
+class Sampling(Body):
+    """What completions and chats have in common. What is left out is the model's own default."""
+
+    model: str = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: OneOrMore | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Has no effect.")
+    # Extensions that other servers have too.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _names_are_ids(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
+        for name in biases or ():
+            if not (name.isascii() and name.isdecimal() and len(name) < 20):
+                raise ValueError(f"{name!r} is no token id; the names are token ids")
+        return biases
+
+    @model_validator(mode="after")
+    def _options_belong_to_streams(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is given, and stream is not true")
+        return self
+
+    def params(self) -> dict[str, Any]:
+        """The sampling parameters that are set, by the runtime's names."""
+        given = {
+            "max_new_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "n": self.n,
+            "stop": None if self.stop is None else _several(self.stop),
+            "seed": self.seed,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self.logit_bias and _biases(self.logit_bias),
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
+            "include_stop": self.include_stop_str_in_output,
+            "ignore_eos": self.ignore_eos,
+            "skip_special_tokens": self.skip_special_tokens,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class Completion(Sampling):
+    """POST /v1/completions. A prompt is a text or token ids; there may be several."""
+
+    prompt: str | TokenIds | Several[str] | Several[TokenIds]
+    logprobs: int | None = None
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _logprobs_of_outputs(self) -> Completion:
+        if self.echo and self.logprobs is not None:
+            raise ValueError(
+                "echo and logprobs are both given; logprobs of prompts are not computed here"
+            )
+        return self
+
+    def params(self) -> dict[str, Any]:
+        given = {"max_new_tokens": COMPLETION_TOKENS} | super().params()
+        return given | ({} if self.logprobs is None else {"logprobs": self.logprobs})
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+class TextPart(Body):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One message of a chat. Its content is a text, or parts of one."""
+
+    role: str
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class ChatCompletion(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: TextFormat | None = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> ChatCompletion:
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens and max_completion_tokens are both given; give one")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is given, and logprobs is not true")
+        return self
+
+    def params(self) -> dict[str, Any]:
+        given = super().params()
+        if self.max_completion_tokens is not None:
+            given["max_new_tokens"] = self.max_completion_tokens
+        if self.logprobs:
+            given["logprobs"] = self.top_logprobs or 0
+        return given
+
+    @property
+    def chat(self) -> list[dict[str, str]]:
+        return [{"role": message.role, "content": message.text} for message in self.messages]
+
+
+class Tokenize(Body):
+    """POST /tokenize: of a text or of a chat."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Tokenize:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        if self.messages is not None and self.add_special_tokens is not None:
+            raise ValueError(
+                "add_special_tokens is given for messages, whose template decides by itself"
+            )
+        return self
+
+
+class Detokenize(Body):
+    """POST /detokenize."""
+
+    model: str = ""
+    tokens: list[int]
+
+
+def _several(stop: OneOrMore) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _biases(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    """By token ids, which JSON cannot have as names."""
+    return tuple((int(name), value) for name, value in biases.items())
