@@ -20,17 +20,25 @@ from jaxinfer.template_limits import TemplateLimitError, check_operands, check_s
 from jaxinfer.template_text import MarkedText
 
 _WITHOUT_USE = ("urlize", "wordwrap", "xmlattr")  # for web pages, and costly
+_SPELLING = frozenset({  # what these get becomes text, containers too
+    "capitalize", "center", "e", "escape", "forceescape", "format", "indent", "lower", "pprint",
+    "replace", "safe", "string", "striptags", "title", "tojson", "trim", "truncate", "upper",
+    "urlencode", "wordcount",
+})  # fmt: skip
 
 
 def metered_filters() -> dict[str, Callable[..., Any]]:
     """All filters by their names."""
     kept = {name: function for name, function in FILTERS.items() if name not in _WITHOUT_USE}
-    return {name: _metered(function) for name, function in (kept | _OURS).items()}
+    return {name: _metered(name, function) for name, function in (kept | _OURS).items()}
 
 
-def _metered(function: Callable[..., Any]) -> Callable[..., Any]:
+def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def filter_(*args: Any, **kwargs: Any) -> Any:
+        if name in _SPELLING:
+            for value in args:
+                spelled(value)
         return made(function(*args, **kwargs))
 
     return filter_
@@ -46,7 +54,7 @@ def _join(
 
 
 def _replace(s: Any, old: Any, new: Any, count: int | None = None) -> str:
-    text = MarkedText.of(str(spelled(s)))
+    text = MarkedText.of(str(s))
     return text.replace(str(old), str(new), -1 if count is None else count)
 
 
@@ -61,7 +69,7 @@ def _center(value: Any, width: int = 80) -> str:
 
 
 def _indent(s: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    text = str(spelled(s))
+    text = str(s)
     step = len(width) if isinstance(width, str) else width
     check_size(len(text) + step * (text.count("\n") + 1))
     return FILTERS["indent"](text, width, first, blank)
@@ -97,10 +105,6 @@ def _sum(
     return start
 
 
-def _string(value: Any) -> str:
-    return str(spelled(value))
-
-
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -112,20 +116,12 @@ def _tojson(
     if isinstance(indent, int) and indent > 64:
         raise TemplateLimitError(f"indents JSON by {indent}; 64 is the limit")
     return json.dumps(
-        spelled(value),
+        value,
         ensure_ascii=ensure_ascii,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
     )
-
-
-def _pprint(value: Any) -> str:
-    return FILTERS["pprint"](spelled(value))
-
-
-def _urlencode(value: Any) -> str:
-    return FILTERS["urlencode"](spelled(value))
 
 
 _OURS: dict[str, Callable[..., Any]] = {
@@ -134,11 +130,8 @@ _OURS: dict[str, Callable[..., Any]] = {
     "format": _format,
     "indent": _indent,
     "join": _join,
-    "pprint": _pprint,
     "replace": _replace,
     "slice": _slice,
-    "string": _string,
     "sum": _sum,
     "tojson": _tojson,
-    "urlencode": _urlencode,
 }

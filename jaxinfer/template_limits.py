@@ -63,8 +63,9 @@ def spelled(value: Any) -> Any:
     """A value that will be turned into text. Raises TemplateLimitError for containers whose text
     would be too long: those within each other may hold the same ones many times over."""
     if isinstance(value, _CONTAINERS):
-        todo, size = [value], 0
+        meter, todo, size = _meter.get(), [value], 0
         while todo:
+            meter.spend(1)
             each = todo.pop()
             size += len(each) if isinstance(each, str) else 1
             if isinstance(each, dict):
@@ -72,7 +73,6 @@ def spelled(value: Any) -> Any:
             elif isinstance(each, _CONTAINERS):
                 todo += each
             check_size(size + len(todo))
-        _meter.get().spend(size)
     return value
 
 

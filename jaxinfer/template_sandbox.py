@@ -108,7 +108,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """What Jinja puts output, bodies of macros and operands of `~` together with."""
         return joined(made(str(spelled(piece))) for piece in pieces)
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(__obj, types.BuiltinMethodType) and type(__obj.__self__) is str:
             # Methods of messages' strings may put the template's words in, or make much of little.
             __obj = getattr(MarkedText.of(__obj.__self__), __obj.__name__)
@@ -121,7 +121,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return made(super().call_binop(context, operator, left, right))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if isinstance(obj, str) and attr in _METHODS_WITHOUT_USE:
+        if isinstance(obj, str) and (attr in _METHODS_WITHOUT_USE or not hasattr(str, attr)):
             return False
         return super().is_safe_attribute(obj, attr, value)
 
@@ -170,7 +170,7 @@ class _Formatter(SandboxedFormatter):
 
 
 def _raise_exception(message: str) -> None:
-    raise TemplateRefusal(str(message))
+    raise TemplateRefusal(str(spelled(message)))
 
 
 def _strftime_now(form: str) -> str:

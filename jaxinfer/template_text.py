@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, SupportsIndex
 
-from jaxinfer.template_limits import TemplateLimitError, check_size, check_widths
+from jaxinfer.template_limits import TemplateLimitError, check_size, check_widths, made, spelled
 
 _CONVERSION = re.compile(
     r"%(?:\((?P<key>[^()]*)\))?(?P<form>[#0\- +]*(?:\*|\d*)(?:\.(?:\*|\d*))?[hlL]?)(?P<type>.)",
@@ -108,7 +108,7 @@ class MarkedText(str):
         at = 0
         for part in parts:
             at = str.index(self, part, at + gap if found else at)
-            found.append(self[at : at + len(part)])
+            found.append(made(self[at : at + len(part)]))
             at += len(part)
         return found
 
@@ -134,10 +134,13 @@ class MarkedText(str):
         return joined(iterable, self)
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:  # type: ignore[override]
-        if old:
-            return MarkedText.of(new).join(self.split(old, count))
-        check_size(len(self) + (len(self) + 1) * len(new))
-        return str.replace(self, old, new, count)
+        times = str.count(self, old)
+        check_size(len(self) + times * (len(new) - len(old)))
+        marks = set(self._marks + (MarkedText.of(new)._marks if times else b""))
+        if len(marks) == 1 or not old:  # all the same, or too small to follow
+            replaced = str.replace(self, old, new, count)
+            return MarkedText.written(replaced) if marks == {1} else replaced
+        return MarkedText.of(new).join(self.split(old, count))
 
     def ljust(self, width: SupportsIndex, fillchar: str = " ", /) -> str:
         check_size(operator.index(width))
@@ -177,7 +180,7 @@ class MarkedText(str):
         return self._mapped(str.swapcase)
 
     def _mapped(self, change: Callable[[str], str]) -> str:
-        """A character never becomes less than one: where the length is kept, each is in its place."""
+        """No character becomes less than one: where the length is kept, each is in its place."""
         changed = change(self)
         return MarkedText(changed, self._marks) if len(changed) == len(self) else changed
 
@@ -185,6 +188,7 @@ class MarkedText(str):
 
     def __mod__(self, values: Any) -> str:
         check_widths(self)
+        spelled(values)
         if any("*" in match["form"] for match in _CONVERSION.finditer(self)):
             raise TemplateLimitError("formats a text to a width that is not in the format")
         plain = str.__mod__(_plain(self), values)  # refuses what does not fit, too
@@ -208,7 +212,8 @@ class MarkedText(str):
 
 
 def joined(pieces: Iterable[str], separator: MarkedText | None = None) -> MarkedText:
-    """The pieces in a row, with their marks. Raises TemplateLimitError, TypeError for no strings."""
+    """The pieces in a row, with their marks. Raises TemplateLimitError, and TypeError for what is
+    no string."""
     texts: list[str] = []
     marks: list[bytes] = []
     size = 0

@@ -4,10 +4,10 @@ It is over the `tokenizers` library, or over `sentencepiece` for the models of t
 
 **Special tokens in a user's text are text.** A prompt that says `<|im_end|>` must not end a turn.
 The library looks for special tokens before anything else it does, so every special token that a
-user's text spells is broken first, by a *guard* put into it; and a normalizer step, which runs after
-that search and before the rest, takes the guards out again. What is encoded is then exactly the
-text, with nothing in it interpreted. The guard is random characters that Unicode reserves for such
-internal use, drawn anew in every process: no text can carry it on purpose.
+user's text spells is broken first, by a *guard* put into it; and a normalizer step, which runs
+after that search and before the rest, takes the guards out again. What is encoded is then exactly
+the text, with nothing in it interpreted. The guard is random characters that Unicode reserves for
+such internal use, drawn anew in every process: no text can carry it on purpose.
 
 In a chat, the template sees messages as they are, and tells of every character of its text whether
 it wrote that itself. Special tokens are those that it wrote wholly; one that has even a character
@@ -17,7 +17,6 @@ from a message is text, and guarded.
 from __future__ import annotations
 
 import copy
-import json
 import re
 import secrets
 from collections.abc import Sequence
