@@ -66,7 +66,8 @@ class ChatTemplate:
                 f"chat template {self.name!r} {error}; send less, or use another template"
             ) from error
         except Exception as error:  # a template may fail in any way Python expressions can
-            raise ChatTemplateError(f"chat template failed: {error}") from error
+            said = str(error) or type(error).__name__
+            raise ChatTemplateError(f"chat template failed: {said}") from error
         return MarkedText.of(text).unmarked()
 
     def _with_role(self, message: Mapping[str, Any]) -> Mapping[str, Any]:

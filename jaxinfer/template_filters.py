@@ -17,8 +17,9 @@ from jinja2.nodes import EvalContext
 from jinja2.sandbox import MAX_RANGE
 
 from jaxinfer.template_limits import TemplateLimitError, check_operands, check_size, made, spelled
-from jaxinfer.template_text import MarkedText
+from jaxinfer.template_text import EscapedText, MarkedText
 
+_MAX_JSON_SPACE = 64  # characters before or after each part
 _WITHOUT_USE = ("urlize", "wordwrap", "xmlattr")  # for web pages, and costly
 _SPELLING = frozenset({  # what these get becomes text, containers too
     "capitalize", "center", "e", "escape", "forceescape", "format", "indent", "lower", "pprint",
@@ -62,6 +63,12 @@ def _format(value: Any, *args: Any, **kwargs: Any) -> str:
     if args and kwargs:
         raise TypeError("format takes values by place or by name, not both")
     return MarkedText.of(str(value)) % (kwargs or args)
+
+
+def _safe(value: Any) -> str:
+    if hasattr(value, "__html__"):
+        return FILTERS["safe"](value)
+    return EscapedText.of(MarkedText.of(str(value)))
 
 
 def _center(value: Any, width: int = 80) -> str:
@@ -113,8 +120,11 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON as it is: Jinja's own filter would escape for HTML."""
-    if isinstance(indent, int) and indent > 64:
-        raise TemplateLimitError(f"indents JSON by {indent}; 64 is the limit")
+    widths = [indent if isinstance(indent, int) else len(indent or ""), *map(len, separators or ())]
+    if max(widths) > _MAX_JSON_SPACE:
+        raise TemplateLimitError(
+            f"puts {max(widths)} characters between JSON's parts; {_MAX_JSON_SPACE} is the limit"
+        )
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -131,6 +141,7 @@ _OURS: dict[str, Callable[..., Any]] = {
     "indent": _indent,
     "join": _join,
     "replace": _replace,
+    "safe": _safe,
     "slice": _slice,
     "sum": _sum,
     "tojson": _tojson,

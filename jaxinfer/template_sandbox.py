@@ -25,7 +25,8 @@ from jaxinfer.template_filters import metered_filters
 from jaxinfer.template_limits import check_operands, check_size, check_widths, made, spelled
 from jaxinfer.template_text import MarkedText, joined, like
 
-_METHODS_WITHOUT_USE = ("expandtabs", "maketrans", "translate")
+_METHODS_WITHOUT_USE = ("encode", "expandtabs", "maketrans", "to_bytes", "translate")
+_GROWING = ("center", "format", "format_map", "join", "ljust", "replace", "rjust", "zfill")
 
 
 class TemplateRefusal(ValueError):
@@ -121,14 +122,17 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return made(super().call_binop(context, operator, left, right))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if isinstance(obj, str) and (attr in _METHODS_WITHOUT_USE or not hasattr(str, attr)):
+        if attr in _METHODS_WITHOUT_USE and isinstance(obj, str | int):
+            return False
+        if attr in _GROWING and hasattr(obj, "__html__"):  # escaped text, which nothing bounds
+            return False
+        if isinstance(obj, MarkedText) and not hasattr(str, attr):
             return False
         return super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        wrapped = super().wrap_str_format(value)
-        if wrapped is None or hasattr(value.__self__, "__html__"):
-            return wrapped
+        if super().wrap_str_format(value) is None or hasattr(value.__self__, "__html__"):
+            return None
         form = MarkedText.of(value.__self__)
 
         def format_(*args: Any, **kwargs: Any) -> str:

@@ -16,6 +16,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, SupportsIndex
 
+from markupsafe import Markup, escape
+
 from jaxinfer.template_limits import TemplateLimitError, check_size, check_widths, made, spelled
 
 _CONVERSION = re.compile(
@@ -209,6 +211,35 @@ class MarkedText(str):
             whole = isinstance(value, str) and not form and kind == "s"
             yield value if whole else f"%{form}{kind}" % (value,)
         yield self[end:]
+
+
+class EscapedText(Markup):
+    """What the filter `safe` makes of a text: whatever is added to it is escaped, as for web pages.
+
+    Marks are kept as far as adding goes; other operations give some without marks.
+    """
+
+    _marks = b""
+
+    @classmethod
+    def of(cls, text: MarkedText) -> EscapedText:
+        self = cls(_plain(text))
+        self._marks = text._marks
+        return self
+
+    def __str__(self) -> str:
+        return MarkedText(_plain(self), self._marks or bytes(len(self)))
+
+    def __add__(self, other: str) -> EscapedText:  # type: ignore[override]
+        return self.of(joined((str(self), _escaped(other))))
+
+    def __radd__(self, other: str) -> EscapedText:  # type: ignore[override]
+        return self.of(joined((_escaped(other), str(self))))
+
+
+def _escaped(text: str) -> str:
+    escaped = str(escape(text))
+    return text if escaped == text and not hasattr(text, "__html__") else escaped
 
 
 def joined(pieces: Iterable[str], separator: MarkedText | None = None) -> MarkedText:
