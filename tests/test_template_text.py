@@ -209,10 +209,21 @@ def test_marks_follow_their_characters(operation: Any, text: str, other: str) ->
             assert marks == bytes(c.isupper() for c in plain)
 
 
+def test_parts_are_found_where_they_are() -> None:
+    """And not in a separator with the same characters."""
+    text = MarkedText("xaba", b"\1\1\1\0")
+    with metered():
+        for parts in (text.split("ab"), text.rsplit("ab"), text.partition("ab")[::2]):
+            assert [MarkedText.of(part).unmarked() for part in parts] == [
+                ("x", b"\1"),
+                ("a", b"\0"),
+            ]
+
+
 # -- limits ---------------------------------------------------------------------------------------
 
 SLOW = [
-    "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
+    "{% set r = range(9999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
     "{% for a in range(99999) %}{% for b in range(9999) if false %}{% endfor %}{% endfor %}",
     "{% for a in c %}{% for b in c %}{% for d in c %}{{ '' }}{% endfor %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
