@@ -67,7 +67,8 @@ class MarkedText(str):
         return MarkedText(part, self._marks[key])
 
     def __iter__(self) -> Iterator[str]:
-        return (MarkedText(c, self._marks[i : i + 1]) for i, c in enumerate(str.__iter__(self)))
+        for i, c in enumerate(str.__iter__(self)):
+            yield made(MarkedText(c, self._marks[i : i + 1]))
 
     def lstrip(self, chars: str | None = None, /) -> MarkedText:
         return self[len(self) - len(str.lstrip(self, chars)) :]

@@ -225,6 +225,7 @@ def test_parts_are_found_where_they_are() -> None:
 SLOW = [
     "{% set r = range(9999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
     "{% for a in range(99999) %}{% for b in range(9999) if false %}{% endfor %}{% endfor %}",
+    "{{ (c * 9999) | list | length }}",
     "{% for a in c %}{% for b in c %}{% for d in c %}{{ '' }}{% endfor %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "{% for a in range(99999) %}{{ range(99999) | map('string') | join | length }}{% endfor %}",
