@@ -1,60 +1,80 @@
-"""A model's own chat template (Jinja), rendered in a sandbox.
+"""A model's own chat template (Jinja): a conversation in, its text out.
 
-Templates come from checkpoints, which are data: they run in Jinja's immutable sandbox, with the
-few helpers that template writers rely on.
+Messages are rendered as they are. In the text every character is known to be the template's own or
+not (`template_text`), since special tokens count only where the template wrote them. A template
+that takes too long or makes too much is refused (`template_limits`).
 """
 
 from __future__ import annotations
 
-import datetime
-import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jaxinfer.template_limits import TemplateLimitError, metered
+from jaxinfer.template_sandbox import TemplateEnvironment, TemplateRefusal
+from jaxinfer.template_text import MarkedText
+
+# Templates spell marks around roles, `<|user|>` for one, so a role may be part of a special token.
+_ROLES = frozenset({
+    "system", "user", "assistant", "tool", "developer", "function", "model",
+    "ipython", "environment", "observation", "document", "documents", "context", "critic",
+})  # fmt: skip
 
 
 class ChatTemplateError(ValueError):
     """The template is missing or broken, or refuses these messages (its own words are kept)."""
 
 
-class _GenerationTag(Extension):
-    """`{% generation %}` marks what training learns from; for serving its body is plain text."""
-
-    tags = {"generation"}  # noqa: RUF012 -- the class attribute Jinja documents
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 class ChatTemplate:
     """A compiled template. Rendering is pure: same messages, same text (but for `strftime_now`)."""
 
-    def __init__(self, source: str, variables: dict[str, Any]):
-        """`variables` are what the template may name besides messages, bos_token for one.
+    def __init__(self, source: str, variables: Mapping[str, str], name: str = "default"):
+        """`variables` are what the template may name besides messages, bos_token for one; they
+        count as written in it. `name` is for messages.
 
         Raises ChatTemplateError when the template does not parse.
         """
         self.source = source
-        self._variables = variables
+        self.name = name
+        self._variables = {key: MarkedText.written(text) for key, text in variables.items()}
         try:
-            self._template = _environment().from_string(source)
+            self._template, words = _compiled(source)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"chat template does not parse: {_said(error)}") from error
+        self._roles = _ROLES | words
 
-    def render(self, **values: Any) -> str:
-        """The text of a conversation. Raises ChatTemplateError with the template's objection."""
+    def render(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> tuple[str, bytes]:
+        """The text of a conversation, and a byte for each of its characters: 1 where the template
+        wrote it, 0 where it comes from `messages` or `values`.
+
+        A role that is one of the usual ones, or that the template names, counts as its own word.
+
+        Raises ChatTemplateError with the template's objection, or with the limit that it exceeds.
+        """
+        messages = [self._with_role(message) for message in messages]
         try:
-            return self._template.render(**(self._variables | values))
-        except ChatTemplateError:
-            raise
+            with metered():
+                text = self._template.render(self._variables | values, messages=messages)
+        except TemplateRefusal as refusal:
+            raise ChatTemplateError(f"chat template refuses: {refusal}") from refusal
+        except TemplateLimitError as error:
+            raise ChatTemplateError(
+                f"chat template {self.name!r} {error}; send less, or use another template"
+            ) from error
         except Exception as error:  # a template may fail in any way Python expressions can
-            raise ChatTemplateError(f"chat template failed: {error}") from error
+            said = str(error) or type(error).__name__
+            raise ChatTemplateError(f"chat template failed: {said}") from error
+        return MarkedText.of(text).unmarked()
+
+    def _with_role(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if not isinstance(role, str) or role not in self._roles:
+            return message
+        return {**message, "role": MarkedText.written(role)}
 
 
 def read_chat_template(path: str | Path) -> str:
@@ -62,7 +82,7 @@ def read_chat_template(path: str | Path) -> str:
     path = Path(path).expanduser()
     try:
         source = path.read_text("utf-8")
-        _environment().from_string(source)
+        _compiled(source)
     except UnicodeDecodeError as error:
         raise ChatTemplateError(f"chat template {path}: is not UTF-8: {error.reason}") from error
     except OSError as error:
@@ -74,42 +94,15 @@ def read_chat_template(path: str | Path) -> str:
     return source
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+def _compiled(source: str) -> tuple[jinja2.Template, frozenset[str]]:
+    """A template, and all strings that it names."""
+    environment = TemplateEnvironment()
+    parsed = environment.parse(source)
+    words = (node.value for node in parsed.find_all(nodes.Const))
+    return environment.from_string(parsed), frozenset(w for w in words if isinstance(w, str))
 
 
 def _said(error: jinja2.TemplateError) -> str:
     """Jinja's message, with the line it is about."""
     line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
     return f"{line}{error.message or error}"
-
-
-def _raise_exception(message: str) -> None:
-    raise ChatTemplateError(f"chat template refuses: {message}")
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as it is: Jinja's own filter would escape for HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )

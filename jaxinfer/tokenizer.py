@@ -4,18 +4,19 @@ It is over the `tokenizers` library, or over `sentencepiece` for the models of t
 
 **Special tokens in a user's text are text.** A prompt that says `<|im_end|>` must not end a turn.
 The library looks for special tokens before anything else it does, so every special token that a
-user's text spells is broken first, by a *guard* put behind its first character; and a normalizer
-step, which runs after that search and before the rest, takes the guards out again. What is encoded
-is then exactly the text, with nothing in it interpreted. In a chat the guards go into the message
-contents before the template is rendered, so the template's own special tokens stay whole and are
-interpreted. The guard is random characters that Unicode reserves for such internal use, drawn anew
-in every process: no text can carry it on purpose.
+user's text spells is broken first, by a *guard* put into it; and a normalizer step, which runs
+after that search and before the rest, takes the guards out again. What is encoded is then exactly
+the text, with nothing in it interpreted. The guard is random characters that Unicode reserves for
+such internal use, drawn anew in every process: no text can carry it on purpose.
+
+In a chat, the template sees messages as they are, and tells of every character of its text whether
+it wrote that itself. Special tokens are those that it wrote wholly; one that has even a character
+from a message is text, and guarded.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import re
 import secrets
 from collections.abc import Sequence
@@ -119,10 +120,7 @@ class Tokenizer:
             steps.append(self.raw.normalizer)
         self.raw.normalizer = normalizers.Sequence(steps)
         # Zero-width, so that overlapping spellings are all found.
-        self._spelled = re.compile(f"(?={one_of(special)})") if special else None
-        self._starts = {t[:n] for t in special for n in range(1, len(t))}
-        self._ends = {t[n:] for t in special for n in range(1, len(t))}
-        self._longest = max(map(len, special), default=0)
+        self._spelled = re.compile(f"(?=({one_of(special)}))") if special else None
 
     def _compile_templates(self) -> dict[str, ChatTemplate]:
         """Each by its name; "default" is for plain chats, "tool_use" for those with tools."""
@@ -134,7 +132,7 @@ class Tokenizer:
             )
         tokens = {name: content(self.config.get(name)) for name in NAMED_TOKENS}
         tokens = {name: token for name, token in tokens.items() if token is not None}
-        return {entry["name"]: ChatTemplate(entry["template"], tokens) for entry in named}
+        return {e["name"]: ChatTemplate(e["template"], tokens, e["name"]) for e in named}
 
     def with_chat_template(self, source: str) -> Tokenizer:
         """The same tokenizer with another chat template, in place of all it has.
@@ -173,15 +171,23 @@ class Tokenizer:
         """The vocabulary entry of an id, None when there is none."""
         return self.raw.id_to_token(i)
 
-    def _guarded(self, text: str) -> str:
-        """The text with every special token it spells broken by a guard."""
+    def _guarded(self, text: str, written: bytes | None = None) -> str:
+        """The text with every special token it spells broken by a guard, except for those that are
+        `written` by a chat template: all of whose characters have a 1."""
         if self._spelled is None or not text:
             return text
+        written = bytes(len(text)) if written is None else written
         cut, parts = 0, []
         for match in self._spelled.finditer(text):
-            start, first = match.start(), text[match.start()]
-            parts.append(text[cut:start] + self._stand_ins.get(first, first))
-            cut = start + 1
+            start, end = match.span(1)
+            foreign = written.find(0, start, end)
+            if foreign == start:
+                first = text[start]
+                parts.append(text[cut:start] + self._stand_ins.get(first, first))
+                cut = start + 1
+            elif foreign > max(cut, start):  # what the template wrote before stays whole
+                parts.append(text[cut:foreign])
+                cut = foreign
         return self._guard.join([*parts, text[cut:]])
 
     def _unguarded(self, text: str) -> str:
@@ -209,7 +215,8 @@ class Tokenizer:
         **kwargs: Any,
     ) -> str:
         """The text a conversation becomes. Raises ChatTemplateError as `apply_chat_template`."""
-        return self._unguarded(self._render(messages, add_generation_prompt, tools, kwargs))
+        text, _ = self._render(messages, add_generation_prompt, tools, kwargs)
+        return text
 
     def apply_chat_template(
         self,
@@ -218,13 +225,14 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation: the template's special tokens are tokens, the messages'
-        are text. `kwargs` are further variables of the template.
+        """Token ids of a conversation: the special tokens that the template wrote are tokens, those
+        in messages, `tools` and `kwargs` (further variables of the template) are text.
 
-        Raises ChatTemplateError when there is no template or it fails on these messages.
+        Raises ChatTemplateError when there is no template, it fails on these messages, or it takes
+        more than `template_limits` allow.
         """
-        text = self._render(messages, add_generation_prompt, tools, kwargs)
-        return self._ids(text, add_special_tokens=False)
+        text, written = self._render(messages, add_generation_prompt, tools, kwargs)
+        return self._ids(self._guarded(text, written), add_special_tokens=False)
 
     def _render(
         self,
@@ -232,7 +240,7 @@ class Tokenizer:
         add_generation_prompt: bool,
         tools: list[dict[str, Any]] | None,
         kwargs: dict[str, Any],
-    ) -> str:
+    ) -> tuple[str, bytes]:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
             others = (
@@ -242,38 +250,12 @@ class Tokenizer:
                 f"this model has no chat template{others}; send a text prompt instead, or serve it"
                 " with --chat-template FILE"
             )
-        values = {"documents": None, **self._guard_all(kwargs)}
-        text = self._templates[name].render(
-            messages=self._guard_all(messages),
-            tools=self._guard_all(tools),
+        return self._templates[name].render(
+            messages=messages,
+            tools=tools,
             add_generation_prompt=add_generation_prompt,
-            **values,
+            **{"documents": None, **kwargs},
         )
-        for mark in (self._guard, *self._stand_ins.values()):
-            text = text.replace(
-                json.dumps(mark)[1:-1], mark
-            )  # a template may write ASCII-only JSON
-        return text
-
-    def _guard_all(self, value: Any) -> Any:
-        """Guard every string of a JSON-like value. A string that starts or ends like part of a
-        special token is guarded there too, since the template decides what it stands next to."""
-        if isinstance(value, str):
-            guarded = self._guarded(value)
-            reach = range(1, self._longest)
-            if any(value[-n:] in self._starts for n in reach):
-                guarded += self._guard
-            if any(value[:n] in self._ends for n in reach):
-                guarded = self._guard + guarded
-            return guarded
-        if isinstance(value, dict):
-            return {
-                self._guarded(k) if isinstance(k, str) else k: self._guard_all(v)
-                for k, v in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [self._guard_all(v) for v in value]
-        return value
 
     # -- files --------------------------------------------------------------------------------
 
