@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from jaxinfer_service.cli import console, options, text_options
 from jaxinfer_service.cli.remote import LOCAL
+from jaxinfer_service.command import unwinding
 
 ConfigFile = Annotated[
     str | None,
@@ -40,17 +42,24 @@ def convert(
 ) -> None:
     """Convert a checkpoint to Orbax, config, tokenizer and generation defaults included."""
     console.set_up_logging(log_level, log_format)
-    from jaxinfer.checkpoints import convert as convert_checkpoint
-    from jaxinfer.generation import TextOptions
+    there = Path(dst).expanduser().exists()
 
-    try:
-        text = TextOptions.read(chat_template)
-        with console.progress() as progress:
-            kind = options.stored_dtype(dtype)
-            path = convert_checkpoint(src, dst, kind, progress, config, text=text)
-    except (ValueError, OSError, MemoryError) as error:
-        console.fail(error)
-    typer.echo(f"{path} is ready: jaxinfer serve {path}")
+    def consequence() -> str:
+        done = not there and Path(dst).expanduser().exists()
+        return f"{dst} was complete by then" if done else f"nothing was written to {dst}"
+
+    with unwinding(consequence):
+        from jaxinfer.checkpoints import convert as convert_checkpoint
+        from jaxinfer.generation import TextOptions
+
+        try:
+            text = TextOptions.read(chat_template)
+            with console.progress() as progress:
+                kind = options.stored_dtype(dtype)
+                path = convert_checkpoint(src, dst, kind, progress, config, text=text)
+        except (ValueError, OSError, MemoryError) as error:
+            console.fail(error)
+        typer.echo(f"{path} is ready: jaxinfer serve {path}")
 
 
 def inspect(

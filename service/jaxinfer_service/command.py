@@ -1,0 +1,76 @@
+"""The entry of the `jaxinfer` command: what signals mean, from before anything large is imported.
+
+SIGINT (Ctrl-C) unwinds the stack, as Python has it. SIGTERM ends the process at once, but for what
+runs `unwinding`. Either way one line says so, and the exit code is 128 and the signal's number.
+What serves or talks in the foreground takes the signals itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+
+class Terminated(BaseException):
+    """SIGTERM came while something had to be cleaned up."""
+
+
+def main() -> None:
+    """Run the command that the arguments name."""
+    signal.signal(signal.SIGTERM, _end_at_once)
+    try:
+        from jaxinfer_service import cli  # takes a while
+
+        cli.main()
+    except BaseException as error:
+        found = _interruption(error)
+        if found is None:
+            raise
+        code = _say(signal.SIGTERM if isinstance(found, Terminated) else signal.SIGINT, found)
+        raise SystemExit(code) from None
+
+
+@contextlib.contextmanager
+def unwinding(consequence: Callable[[], str]) -> Iterator[None]:
+    """What runs within is unwound by SIGTERM too, so that it can remove what it has begun.
+
+    `consequence` says, when it was, what that means.
+    """
+    before = signal.signal(signal.SIGTERM, _unwind)
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated) as error:
+        error.add_note(consequence())
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _unwind(number: int, frame: Any) -> NoReturn:
+    raise Terminated
+
+
+def _end_at_once(number: int, frame: Any) -> NoReturn:
+    os._exit(_say(number))
+
+
+def _interruption(error: BaseException | None) -> BaseException | None:
+    """The signal that an error goes back to, whatever was made of it on its way."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, KeyboardInterrupt | Terminated):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _say(number: int, error: BaseException | None = None) -> int:
+    """One line on stderr; returns the exit code."""
+    notes = getattr(error, "__notes__", [])
+    with contextlib.suppress(OSError):
+        os.write(2, f"jaxinfer: {'; '.join(['interrupted', *notes])}\n".encode())
+    return 128 + number
