@@ -113,6 +113,7 @@ def inspect(
     if path is None or server is not None or over is not None:
         raise typer.BadParameter("give a PATH; or --expert-load, with --server and --over")
     from jaxinfer.checkpoints import describe, inspect_checkpoint
+    from jaxinfer.checkpoints.device_fit import device_fit
     from jaxinfer.demo import DEMO, demo_checkpoint
 
     try:
@@ -124,9 +125,9 @@ def inspect(
     if as_json:
         fields: dict[str, Any] = info.to_json()
         if device_memory is not None:
-            fields["kv_tokens_on_device"] = info.kv_tokens_within(device_memory, info.dtype)
+            fields["device"] = device_fit(info.config, info.dtype, device_memory).to_json()
         typer.echo(json.dumps(fields, indent=1))
         return
     from rich.console import Console
 
-    Console().print(describe(info, None if device_memory is None else device_memory / 2**30))
+    Console().print(describe(info, device_memory))
