@@ -97,9 +97,9 @@ def _check_architecture(model_type: str, architectures: list[str]) -> None:
     whole = [name for name in architectures if name.endswith(_WHOLE_MODELS)]
     if architectures and not whole:
         raise ValueError(f"architectures = {architectures}: only ...ForCausalLM models are served")
-    wanted = model_type.removesuffix("_text").replace("_", "")
-    classes = [name.removesuffix(end) for name in whole for end in _WHOLE_MODELS]
-    if whole and wanted not in [name.replace("_", "").lower() for name in classes]:
+    wanted = {name.replace("_", "") for name in (model_type, model_type.removesuffix("_text"))}
+    classes = {name.removesuffix(end) for name in whole for end in _WHOLE_MODELS}
+    if whole and not wanted & {name.replace("_", "").lower() for name in classes}:
         raise ValueError(
             f"architectures = {whole} contradicts model_type = {model_type!r}: they name different "
             "models; correct the one that is wrong"
