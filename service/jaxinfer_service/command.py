@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -29,8 +30,12 @@ def main() -> None:
         found = _interruption(error)
         if found is None:
             raise
-        code = _say(signal.SIGTERM if isinstance(found, Terminated) else signal.SIGINT, found)
-        raise SystemExit(code) from None
+        number = signal.SIGTERM if isinstance(found, Terminated) else signal.SIGINT
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        # Nothing is left to unwind. An ordinary end would wait for threads, and Python makes it a
+        # death by SIGINT when that came in certain moments.
+        os._exit(_say(number, found))
 
 
 @contextlib.contextmanager
