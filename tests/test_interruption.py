@@ -34,6 +34,26 @@ SLOW = {  # makes a moment last in which a signal can come, and says when it has
         from jaxinfer.checkpoints import safetensors_io
         safetensors_io.model_config = lambda *_: wait()
     """,
+    "an extension's start, which makes another error of it": """
+        class Slow:
+            def find_spec(self, name, path=None, target=None):
+                if name == "jaxinfer.checkpoints.convert":
+                    try:
+                        wait()
+                    except BaseException:
+                        pass
+                    raise ImportError("an extension")
+        sys.meta_path.insert(0, Slow())
+    """,
+    "a finaliser, whose errors are ignored": """
+        class Ignoring:
+            def __del__(self):
+                wait()
+        sys.unraisablehook = lambda *_: None
+        from jaxinfer.checkpoints import safetensors_io
+        real = safetensors_io.model_config
+        safetensors_io.model_config = lambda hf: (Ignoring(), real(hf))[1]
+    """,
     "writing": """
         from jaxinfer.checkpoints import orbax_io
         orbax_io._inventory = lambda *_: wait()
@@ -77,6 +97,8 @@ def interrupted(moment: str, number: int, *args: object) -> tuple[int, str]:
     [
         ("imports", signal.SIGINT, 130),
         ("reading", signal.SIGTERM, 143),
+        ("an extension's start, which makes another error of it", signal.SIGINT, 130),
+        ("a finaliser, whose errors are ignored", signal.SIGTERM, 143),
         ("writing", signal.SIGINT, 130),
         ("writing", signal.SIGTERM, 143),
     ],

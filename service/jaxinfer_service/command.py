@@ -39,23 +39,37 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def unwinding(consequence: Callable[[], str]) -> Iterator[None]:
+def unwinding(consequence: Callable[[], str]) -> Iterator[Callable[[], None]]:
     """What runs within is unwound by SIGTERM too, so that it can remove what it has begun.
 
-    `consequence` says, when it was, what that means.
+    `consequence` says, when it was, what that means. The function to call now and then raises again
+    what was lost: Python ignores an exception that comes in a finaliser, or in JAX's own callbacks.
     """
-    before = signal.signal(signal.SIGTERM, _unwind)
+    came: list[type[BaseException]] = []
+
+    def unwind(number: int, frame: Any) -> NoReturn:
+        came.append(Terminated if number == signal.SIGTERM else KeyboardInterrupt)
+        raise came[0]
+
+    def check() -> None:
+        if came:
+            raise came[0]
+
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, unwind)
     try:
-        yield
-    except (KeyboardInterrupt, Terminated) as error:
-        error.add_note(consequence())
-        raise
+        yield check
+    except BaseException as error:
+        if not came:
+            raise
+        found = _interruption(error) or came[0]()  # some extensions make another error of it
+        found.add_note(consequence())
+        raise found from None
     finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _unwind(number: int, frame: Any) -> NoReturn:
-    raise Terminated
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end_at_once(number: int, frame: Any) -> NoReturn:

@@ -48,15 +48,20 @@ def convert(
         done = not there and Path(dst).expanduser().exists()
         return f"{dst} was complete by then" if done else f"nothing was written to {dst}"
 
-    with unwinding(consequence):
+    with unwinding(consequence) as check:
         from jaxinfer.checkpoints import convert as convert_checkpoint
         from jaxinfer.generation import TextOptions
 
         try:
             text = TextOptions.read(chat_template)
             with console.progress() as progress:
+
+                def step(what: str, done: int, total: int) -> None:
+                    check()
+                    progress(what, done, total)
+
                 kind = options.stored_dtype(dtype)
-                path = convert_checkpoint(src, dst, kind, progress, config, text=text)
+                path = convert_checkpoint(src, dst, kind, step, config, text=text)
         except (ValueError, OSError, MemoryError) as error:
             console.fail(error)
         typer.echo(f"{path} is ready: jaxinfer serve {path}")
