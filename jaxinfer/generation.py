@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer.field_rules import FLAG, TEXT, Rule, either, integer, is_number, list_of, one_of
 from jaxinfer.request import RequestError, SamplingParams, Violation
 from jaxinfer.validation import EngineLimits, Violations, check_sampling
 
@@ -25,7 +26,6 @@ _SAME_NAME = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "max_new_tokens",
 )  # fmt: skip
-_INTEGERS = ("top_k", "max_new_tokens")
 _ELSEWHERE = {"do_sample", "max_length", "stop_strings", "eos_token_id"}
 # How transformers runs a model, and what says nothing about the tokens chosen.
 _NOTHING_TO_DO = {
@@ -38,6 +38,36 @@ _NOTHING_TO_DO = {
     "assistant_early_exit", "assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size",
     "prompt_lookup_num_tokens", "use_mtp",
 }  # fmt: skip
+_INTEGERS = {
+    "top_k", "max_new_tokens", "max_length", "min_length", "min_new_tokens", "num_beams",
+    "num_beam_groups", "num_return_sequences", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "max_cache_len", "prefill_chunk_size", "num_assistant_tokens",
+    "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit",
+    "assistant_lookbehind", "target_lookbehind",
+}  # fmt: skip
+_NUMBERS = {
+    "length_penalty", "penalty_alpha", "typical_p", "epsilon_cutoff", "eta_cutoff",
+    "diversity_penalty", "encoder_repetition_penalty", "guidance_scale",
+    "assistant_confidence_threshold",
+}  # fmt: skip
+_FLAGS = {
+    "do_sample", "use_cache", "return_dict_in_generate", "output_attentions",
+    "output_hidden_states", "output_scores", "output_logits", "disable_compile", "low_memory",
+    "is_assistant", "renormalize_logits", "remove_invalid_values", "token_healing", "use_mtp",
+    "trust_remote_code", "_from_model_config",
+}  # fmt: skip
+_ID = integer(-(1 << 31), 1 << 31)
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(_INTEGERS, Rule("an integer", lambda value: type(value) is int)),
+    **dict.fromkeys(_NUMBERS, Rule("a number", is_number)),
+    **dict.fromkeys(_FLAGS, FLAG),
+    "early_stopping": either(FLAG, one_of("never")),
+    "stop_strings": either(TEXT, list_of(TEXT)),
+    **dict.fromkeys(
+        ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+        either(_ID, list_of(_ID)),
+    ),
+}
 _OF_BEAMS = {"length_penalty", "early_stopping"}  # nothing without beams, which are named
 _OFF: dict[str, float] = {  # values that switch a field off; None, False and empty ones always do
     "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "penalty_alpha": 0,
@@ -119,27 +149,31 @@ def sampling_defaults(config: Mapping[str, Any]) -> SamplingDefaults:
 
     Raises ValueError naming a field whose value could not be honoured as it stands.
     """
-    stated = {k: v for k, v in config.items() if v is not None}
-    fields = {name: _plain(name, stated[name]) for name in _SAME_NAME if name in stated}
+    stated = {k: _plain(k, v) for k, v in config.items() if v is not None}
+    try:
+        for name in stated.keys() & _RULES.keys() - set(_SAME_NAME):  # of which more is said below
+            _RULES[name].check(name, stated[name])
+    except ValueError as error:
+        raise ValueError(_unusable(str(error))) from error
+    fields = {name: stated[name] for name in _SAME_NAME if name in stated}
     if stated.get("do_sample") is False:
         fields["temperature"] = 0.0
     if stops := stated.get("stop_strings"):
-        several = (stops,) if isinstance(stops, str) else tuple(stops)
-        if not all(isinstance(stop, str) for stop in several):
-            raise ValueError(f"{GENERATION_FILE}: stop_strings = {stops!r}, expected texts")
-        fields["stop"] = several
+        fields["stop"] = (stops,) if isinstance(stops, str) else tuple(stops)
     found = Violations()
     if max_length := stated.get("max_length"):
         found.integer("max_length", max_length, 1, None)
     vocabulary = EngineLimits(1 << 31, 1 << 31, 1, 1 << 31, 1, 1 << 31)
     check_sampling(found, SamplingParams(**fields), vocabulary, ())
     if found:
-        problems = "; ".join(f"{v.field} {v.message}" for v in found)
-        raise ValueError(
-            f"{GENERATION_FILE}: {problems}; correct it, or leave it out with"
-            " --generation-config none"
-        )
+        raise ValueError(_unusable("; ".join(f"{v.field} {v.message}" for v in found)))
     return SamplingDefaults(fields, max_length, tuple(_not_honoured(stated)))
+
+
+def _unusable(problems: str) -> str:
+    return (
+        f"{GENERATION_FILE}: {problems}; correct it, or leave it out with --generation-config none"
+    )
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -236,5 +270,8 @@ def _read_generation(choice: str | Path) -> Mapping[str, Any]:
             f" with {GENERATION_FILE}"
         )
     config = read_json(file)
-    sampling_defaults(config)
+    try:
+        sampling_defaults(config)
+    except ValueError as error:
+        raise ValueError(str(error).replace(GENERATION_FILE, str(file), 1)) from error
     return config

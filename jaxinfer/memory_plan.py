@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
 import psutil
@@ -12,10 +14,19 @@ from jaxinfer.kv_pool import KVGroup, host_pages_for, kv_groups, pages_for, page
 from jaxinfer.page_transfer import BATCH, MOST_BATCHES
 from jaxinfer.platform import allocator_fraction
 from jaxinfer.sizes import size_text
+from jaxinfer.slot_state import empty_history, empty_options, empty_slots
 from jaxinfer.step_plan import MAX_PIECES
 
 CPU_POOL_BYTES = 2 << 30  # a host's memory is shared with others: take a fixed, modest pool
 WORKSPACE_SLACK = 64 << 20
+
+
+class Device(Protocol):
+    """What is planned for: one of JAX's, or one that is not there."""
+
+    @property
+    def platform(self) -> str: ...
+    def memory_stats(self) -> Mapping[str, Any] | None: ...
 
 
 class MemoryPlanError(ValueError):
@@ -59,7 +70,8 @@ class MemoryPlan:
 def _capacity(group: KVGroup, max_model_len: int, num_groups: int) -> str:
     """What one group of the pool holds."""
     kept = max_model_len if group.window is None else min(group.window, max_model_len)
-    layers = "" if num_groups == 1 else f" for {len(group.layers)} layers"
+    count = len(group.layers)
+    layers = "" if num_groups == 1 else f" for {count} layer{'s' if count > 1 else ''}"
     what = f"the full {max_model_len}" if group.window is None else f"a window of {group.window}"
     return (
         f"KV pool{layers}: {group.num_pages - 1} pages of {group.page_size} tokens = "
@@ -67,7 +79,7 @@ def _capacity(group: KVGroup, max_model_len: int, num_groups: int) -> str:
     )
 
 
-def device_memory(device: jax.Device) -> tuple[int, int]:
+def device_memory(device: Device) -> tuple[int, int]:
     """Bytes the device has (for a CPU: the host) and bytes of it that may be allocated."""
     stats = None if device.platform == "cpu" else device.memory_stats()
     if not stats:
@@ -94,13 +106,28 @@ def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> 
     return 3 * logits + 2 * rows * widest * max(itemsize, 4) + WORKSPACE_SLACK
 
 
+def state_bytes(model: ModelConfig, config: EngineConfig, max_model_len: int) -> int:
+    """Bytes of what is kept for every slot. Makes no array."""
+    groups = kv_groups(model, 1, config.page_size, config.kv_dtype or config.dtype)
+    widths = (pages_for(max_model_len, config.page_size),) * len(groups)
+    slots = config.max_num_seqs
+    state = jax.eval_shape(
+        lambda: (
+            empty_slots(slots, widths),
+            empty_options(slots),
+            empty_history(slots, model.vocab_size),
+        )
+    )
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
 def plan_memory(
     model: ModelConfig,
     config: EngineConfig,
     max_model_len: int,
     weights_bytes: int,
     slot_bytes: int,
-    device: jax.Device,
+    device: Device,
 ) -> tuple[MemoryPlan, tuple[KVGroup, ...]]:
     """Divide the device's memory. Raises MemoryPlanError naming what does not fit and what to do.
 
@@ -121,11 +148,13 @@ def plan_memory(
     wanted = config.kv_pool_bytes
     if wanted is None:
         wanted = min(room, CPU_POOL_BYTES) if device.platform == "cpu" else room
+    taken = (
+        f"{size_text(usable)} usable, weights {size_text(weights_bytes)}, slot state "
+        f"{size_text(slot_bytes)}, workspace {size_text(workspace + transfer)}"
+    )
     if wanted > room:
         raise MemoryPlanError(
-            f"a KV pool of {size_text(wanted)} does not fit: {size_text(usable)} usable, weights "
-            f"{size_text(weights_bytes)}, slot state {size_text(slot_bytes)}, workspace "
-            f"{size_text(workspace + transfer)} leave {size_text(room)}; "
+            f"a KV pool of {size_text(wanted)} does not fit: {taken} leave {size_text(room)}; "
             "lower the pool, max_num_seqs or max_num_batched_tokens"
         )
     on_all_devices = wanted * _pool_shards(model, config)
@@ -137,8 +166,8 @@ def plan_memory(
         raise MemoryPlanError(
             f"one sequence of max_model_len {max_model_len} needs "
             f"{size_text(sum(needed * group.page_bytes for group in least))} of KV pool, "
-            f"{size_text(max(wanted, 0))} is there; lower max_model_len or give the pool more "
-            "memory"
+            f"{size_text(max(wanted, 0))} is there ({taken}); lower max_model_len or give the pool "
+            "more memory"
         )
     # More pages than all slots could ever fill would only cost memory.
     pages = tuple(min(count, (needed - 1) * slots + 1) for count in pages)

@@ -114,8 +114,8 @@ HF_DEFECTS: dict[str, tuple[Defect, list[str]]] = {
     "fewer layers than tensors": (config(num_hidden_layers=1), ["layers.1", "not a tensor"]),
     "other hidden size": (config(hidden_size=48), [NORM, "expected shape [48], found [32]"]),
     "absurd layers": (config(num_hidden_layers=10**9), ["_layers = 1000000000", "4096"]),
-    "zero heads": (config(num_attention_heads=0), ["config.json", "num_heads = 0"]),
-    "heads that do not divide": (config(num_key_value_heads=3), ["num_kv_heads = 3", "= 4"]),
+    "zero heads": (config(num_attention_heads=0), ["config.json", "num_attention_heads = 0"]),
+    "heads that do not divide": (config(num_key_value_heads=3), ["num_key_value_heads = 3", "= 4"]),
     "text for a number": (config(hidden_size="32"), ["config.json", "hidden_size = '32'"]),
     "missing key": (config(hidden_size="(absent)"), ["config.json", "lacks 'hidden_size'"]),
     "unknown family": (config(model_type="hyena"), ["config.json", "'hyena'", "llama"]),
@@ -141,10 +141,10 @@ HF_DEFECTS: dict[str, tuple[Defect, list[str]]] = {
     ),
     "text for a rope factor": (
         config(rope_parameters=ROPE | {"rope_type": "linear", "factor": "2x"}),
-        ["config.json", "RoPE factor"],
+        ["config.json", "factor = '2x', expected a number"],
     ),
-    "zero theta": (config(rope_parameters={"rope_theta": -1.0}), ["RoPE theta = -1.0"]),
-    "no epsilon": (config(rms_norm_eps=None), ["rms_norm_eps = None"]),
+    "zero theta": (config(rope_parameters={"rope_theta": -1.0}), ["rope_theta = -1.0"]),
+    "no epsilon": (config(rms_norm_eps=None), ["rms_norm_eps is null; expected"]),
     "odd rope": (
         config(rope_parameters=ROPE | {"partial_rotary_factor": 0.2}),
         ["partial_rotary_factor = 0.2", "only 1"],
@@ -152,7 +152,7 @@ HF_DEFECTS: dict[str, tuple[Defect, list[str]]] = {
     "rope by layer": (config(rope_parameters={"full": ROPE, "local": ROPE}), ["full, local"]),
     "tied, yet another head": (
         config(tie_word_embeddings=True),
-        ["lm_head.weight", "not a tensor of a llama model with this config"],
+        ["lm_head.weight", "differs from the embedding", "tie_word_embeddings"],
     ),
     "unknown dtype": (config(dtype="float8_e4m3fn"), ["'float8_e4m3fn'", "bfloat16"]),
 }

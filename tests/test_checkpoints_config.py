@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 import shutil
@@ -181,25 +180,6 @@ def test_inspection_refuses_what_could_not_be_loaded(tmp_path: Path) -> None:
         inspect_checkpoint(
             write_gguf(tmp_path / "x.gguf", tensors={"model.norm.weight": np.ones(32, np.float32)})
         )
-
-
-def test_what_fits_on_a_device(tmp_path: Path) -> None:
-    info = inspect_checkpoint(hf_folder(tmp_path))
-    weights, token = info.weight_bytes("bfloat16"), info.kv_bytes_per_token("bfloat16")
-    assert info.kv_tokens_within(weights + 10 * token + 1, "bfloat16") == 10
-    assert info.kv_tokens_within(weights - 1, "bfloat16") == 0
-
-    def shown(device_gib: float) -> str:
-        console = Console(width=120, record=True, file=io.StringIO())
-        console.print(describe(info, device_gib))
-        return console.export_text()
-
-    gib = (weights + 200 * token) / (1 << 30)
-    assert "200 tokens of KV: 3 at full length" in shown(gib)
-    assert "does not fit" in shown(weights / (1 << 31)) and "experts" not in shown(gib)
-    assert "its own" in shown(1) and "tied" not in shown(1)
-    tied = dataclasses.replace(info, config=dataclasses.replace(info.config, tie_embeddings=True))
-    assert tied.weight_bytes("bfloat16") == weights - 96 * 32 * 2
 
 
 @pytest.mark.parametrize(

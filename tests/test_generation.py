@@ -93,6 +93,30 @@ def test_values_that_no_request_could_have_are_refused(
         sampling_defaults(config)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"do_sample": "false"}, "do_sample = 'false', expected true or false"),
+        ({"do_sample": 0}, "do_sample = 0, expected true or false"),
+        ({"use_cache": "yes"}, "use_cache = 'yes', expected true or false"),
+        ({"num_beams": "4"}, "num_beams = '4', expected an integer"),
+        ({"max_length": 12.5}, "max_length = 12.5, expected an integer"),
+        ({"typical_p": [0.9]}, r"typical_p = \[0.9\], expected a number"),
+        ({"early_stopping": "always"}, "early_stopping = 'always', expected true or false or 'nev"),
+        ({"stop_strings": [1]}, r"stop_strings = \[1\], expected a text or a list"),
+        ({"pad_token_id": "0"}, "pad_token_id = '0', expected an integer"),
+    ],
+)
+def test_values_of_another_kind_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"generation_config.json: {message}.*config none"):
+        sampling_defaults(config)
+    sampling_defaults(dict.fromkeys(config))  # null is not set
+
+
+def test_a_whole_number_may_be_written_with_a_point() -> None:
+    assert sampling_defaults({"num_beams": 1.0, "max_length": 20.0}).max_length == 20
+
+
 # -- who gets it -----------------------------------------------------------------------------------
 
 

@@ -64,7 +64,7 @@ def hf_config(file: GgufFile) -> tuple[HfConfig, Architecture]:
 def _sizes(get: Metadata, architecture: Architecture) -> HfConfig:
     tensors, eps = get.file.tensors, architecture.eps
     heads = get.one("attention.head_count")
-    if not isinstance(heads, int) or heads < 1:
+    if heads < 1:
         raise ValueError(f"{get.arch}.attention.head_count = {heads}: expected a positive number")
     return {
         "vocab_size": get("vocab_size", len(get.file.metadata.get("tokenizer.ggml.tokens", ()))),

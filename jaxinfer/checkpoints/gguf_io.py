@@ -20,7 +20,7 @@ from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.gguf_architectures import Architecture, hf_config
 from jaxinfer.checkpoints.gguf_reader import HEADER_ERRORS, GgufFile, read_gguf
 from jaxinfer.checkpoints.gguf_rope import ROPE_TENSORS
-from jaxinfer.checkpoints.gguf_tokenizer import build_tokenizer
+from jaxinfer.checkpoints.gguf_tokenizer import build_tokenizer, check_metadata
 from jaxinfer.checkpoints.source import Source
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of
@@ -158,6 +158,7 @@ def open_gguf(path: Path) -> Source:
     """
     file = read_gguf(path)
     try:
+        check_metadata(file.metadata)
         hf, architecture = hf_config(file)
         config = model_config(hf)
         tokenizer = build_tokenizer(file.metadata)

@@ -8,6 +8,8 @@ import numpy as np
 
 from jaxinfer.checkpoints.gguf_reader import GgufFile
 from jaxinfer.checkpoints.gguf_rope import rope_parameters
+from jaxinfer.field_rules import FLAG, TEXT, Rule, either, integer, list_of, number, one_of
+from jaxinfer.models.hf_fields import BASE, EPSILON, FACTOR
 
 HfConfig = dict[str, Any]
 _MISSING = object()
@@ -27,6 +29,54 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # values that change nothing; of other
 _NOTHING = (0, None, "", "none")
 
 
+_COUNT, _SIZE = integer(0, 1 << 31), integer(1, 1 << 31)
+_EACH = either(_SIZE, list_of(_COUNT))  # or a number for each layer
+_FACTOR = either(FACTOR, one_of(0.0, 0))  # 0: none
+_BY_RULE: tuple[tuple[Rule, tuple[str, ...]], ...] = (
+    (
+        _SIZE,
+        (
+            "attention.key_length", "attention.kv_lora_rank", "attention.value_length",
+            "block_count", "context_length", "embedding_length", "expert_used_count",
+            "rope.dimension_count", "vocab_size",
+        ),
+    ),
+    (
+        _COUNT,
+        (
+            "attention.key_length_mla", "attention.q_lora_rank", "attention.sliding_window",
+            "attention.value_length_mla", "expert_count", "expert_gating_func",
+            "expert_group_count", "expert_group_used_count", "expert_shared_count",
+            "expert_shared_feed_forward_length", "leading_dense_block_count",
+            "rope.scaling.original_context_length",
+        ),
+    ),
+    (
+        _EACH,
+        (
+            "attention.head_count", "attention.head_count_kv", "expert_feed_forward_length",
+            "feed_forward_length",
+        ),
+    ),
+    (either(_SIZE, list_of(FLAG), list_of(_COUNT)), ("attention.sliding_window_pattern",)),
+    (EPSILON, ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")),
+    (BASE, ("rope.freq_base", "rope.freq_base_swa")),
+    (
+        _FACTOR,
+        (
+            "attention.clamp_kqv", "attention.scale", "attn_logit_softcapping", "embedding_scale",
+            "expert_weights_scale", "final_logit_softcapping", "logit_scale", "residual_scale",
+            "rope.scaling.attn_factor", "rope.scaling.factor", "rope.scaling.yarn_beta_fast",
+            "rope.scaling.yarn_beta_slow",
+        ),
+    ),
+    (number(0, 1), ("rope.scaling.yarn_log_multiplier",)),
+    (FLAG, ("expert_weights_norm", "rope.scaling.finetuned", "use_parallel_residual")),
+    (TEXT, ("rope.scaling.type",)),
+)  # fmt: skip
+KEYS: dict[str, Rule] = {key: rule for rule, keys in _BY_RULE for key in keys}
+
+
 class Metadata:
     """The keys of a file's architecture, remembering which were read."""
 
@@ -36,12 +86,15 @@ class Metadata:
         self._read: set[str] = set()
 
     def __call__(self, key: str, default: Any = _MISSING) -> Any:
-        """The value of `ARCH.key`. Raises ValueError naming it when it is missing."""
+        """The value of `ARCH.key`. Raises ValueError naming it when it is missing, or cannot be
+        what it is."""
         self._read.add(key)
-        value = self.file.metadata.get(f"{self.arch}.{key}", default)
-        if value is _MISSING:
-            raise ValueError(f"metadata key {self.arch}.{key} is missing")
-        return value
+        name = f"{self.arch}.{key}"
+        if name in self.file.metadata:
+            return KEYS[key].check(f"metadata key {name}", self.file.metadata[name])
+        if default is _MISSING:
+            raise ValueError(f"metadata key {name} is missing")
+        return default
 
     def number(self, key: str, default: Any = _MISSING) -> Any:
         """A float as the decimal number it was written as: 1e-05, not 9.999999747378752e-06."""
@@ -52,7 +105,7 @@ class Metadata:
         """A number that some files repeat for each layer."""
         value = self(key, default)
         values = value if isinstance(value, list) else [value]
-        if len(set(values)) != 1:
+        if not values or any(each != values[0] for each in values):
             raise ValueError(f"metadata key {self.arch}.{key} = {value}: layers differ")
         return values[0]
 

@@ -15,9 +15,16 @@ import gguf
 import numpy as np
 
 from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.field_rules import TEXT, integer
 
 _LONGEST_ARRAY = 1 << 22  # vocabularies have a few hundred thousand entries
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_RULES = {
+    "general.architecture": TEXT,
+    "split.no": integer(0, 99_999),
+    "split.count": integer(0, 99_999),
+    "split.tensors.count": integer(0, 1 << 31),
+}
 # What reading a damaged header raises.
 HEADER_ERRORS = (ValueError, KeyError, IndexError, TypeError, ArithmeticError, OSError)
 
@@ -71,7 +78,11 @@ def _read(path: Path) -> tuple[_CheckedReader, dict[str, Any]]:
         if path.stat().st_size < 24:
             raise ValueError(f"too short to be a GGUF file ({path.stat().st_size} bytes)")
         reader = _CheckedReader(path)
-        return reader, {key: field.contents() for key, field in reader.fields.items()}
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
+        for key, rule in _RULES.items():
+            if key in metadata:
+                rule.check(f"metadata key {key}", metadata[key])
+        return reader, metadata
     except HEADER_ERRORS as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -127,6 +138,7 @@ class _CheckedReader(gguf.GGUFReader):
 
     def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
         spans: list[tuple[int, int, str]] = []
+        names: set[str] = set()
         for field in fields:
             _, name, _, dims, kind, offset = field.parts
             elements = int(np.prod([int(d) for d in dims], dtype=object))
@@ -142,6 +154,12 @@ class _CheckedReader(gguf.GGUFReader):
                 raise ValueError(
                     f"{label}: expected bytes {start} to {end}, the file ends at {self.data.size}"
                 )
+            if label in names:
+                raise ValueError(
+                    f"{label}: there are two tensors of this name; the file is damaged, or was put "
+                    "together wrongly: download or convert it again"
+                )
+            names.add(label)
             spans.append((int(offset[0]), end - start, label))
         self._check_layout(spans)
         super()._build_tensors(start_offs, fields)

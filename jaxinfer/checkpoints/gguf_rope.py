@@ -9,6 +9,7 @@ from jaxinfer.checkpoints.gguf_reader import GgufFile
 
 DIVISORS = "rope_freqs.weight"  # llama3 scaling, one divisor for each frequency
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"  # longrope
+_KINDS = ("none", "linear", "yarn", "longrope")
 ROPE_TENSORS = {DIVISORS, SHORT, LONG}
 
 
@@ -19,6 +20,10 @@ def rope_parameters(file: GgufFile, get: Callable[..., Any]) -> dict[str, Any]:
     """
     rope: dict[str, Any] = {"rope_theta": get("rope.freq_base", 10000.0)}
     kind, original = get("rope.scaling.type", "none"), "rope.scaling.original_context_length"
+    if kind not in _KINDS:
+        raise ValueError(
+            f"rope.scaling.type = {kind!r} is not supported; known: {', '.join(_KINDS)}"
+        )
     if found := ROPE_TENSORS & file.tensors.keys():
         if kind not in ("none", "longrope") or found not in ({DIVISORS}, {SHORT, LONG}):
             raise ValueError(f"rope scaling {kind!r} together with {', '.join(sorted(found))}")

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import processors
 
 from jaxinfer.checkpoints.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from jaxinfer.field_rules import FLAG, TEXT, integer, list_of, number
 from jaxinfer.sentencepiece_model import (
     BPE,
     BYTE,
@@ -46,6 +47,29 @@ _SAMPLING = {  # GGUF's names of generation defaults, in generation_config.json'
     "penalty_repeat": "repetition_penalty",
 }
 _PREFIX = "general.sampling."
+_IDS = integer(-(1 << 31), 1 << 32)  # whether they are tokens is said of each
+_RULES = {
+    "tokenizer.chat_template": TEXT,
+    "tokenizer.ggml.model": TEXT,
+    "tokenizer.ggml.pre": TEXT,
+    "tokenizer.ggml.tokens": list_of(TEXT),
+    "tokenizer.ggml.merges": list_of(TEXT),
+    "tokenizer.ggml.token_type": list_of(integer(0, 255)),
+    "tokenizer.ggml.scores": list_of(number(-1e38, 1e38)),
+    "tokenizer.ggml.precompiled_charsmap": list_of(integer(-128, 255)),
+    "tokenizer.ggml.add_space_prefix": FLAG,
+    "tokenizer.ggml.remove_extra_whitespaces": FLAG,
+}
+_RULES_BY_END = {"_token_id": _IDS, "_token": FLAG}
+
+
+def check_metadata(metadata: dict[str, Any]) -> None:
+    """Raise ValueError naming a key of the tokenizer with a value that it cannot have."""
+    for key, value in metadata.items():
+        ends = [rule for end, rule in _RULES_BY_END.items() if key.endswith(end)]
+        rule = _RULES.get(key, ends[0] if ends else None)
+        if rule is not None and key.startswith("tokenizer."):
+            rule.check(f"metadata key {key}", value)
 
 
 def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from rich.table import Table
 
 from jaxinfer.checkpoints import orbax_io
+from jaxinfer.checkpoints.device_fit import device_fit, not_known
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.load import open_model_folder, open_source, resolve_model
 from jaxinfer.checkpoints.source import check_inventory
@@ -24,8 +25,6 @@ from jaxinfer.models import family_of
 from jaxinfer.params import named_leaves, param_bytes
 from jaxinfer.sizes import size_text
 from jaxinfer.tokenizer import Tokenizer
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +63,6 @@ class CheckpointInfo:
         """Bytes one token takes in the KV pool: a key and a value of every layer and KV head, or
         the latent of every layer."""
         return sum(group.page_bytes for group in kv_groups(self.config, 1, 1, dtype))
-
-    def kv_tokens_within(self, memory: int, dtype: str) -> int:
-        """Tokens of KV pool that `memory` bytes hold beside the weights; 0 if not even those fit.
-
-        Workspace of the programs is not counted: the server's own plan is exact.
-        """
-        return max(0, memory - self.weight_bytes(dtype)) // self.kv_bytes_per_token(dtype)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {
@@ -135,8 +127,8 @@ def _generation(tokenizer: Tokenizer) -> str:
     return defaults.describe() + (f"; not honoured: {ignored}" if ignored else "")
 
 
-def describe(info: CheckpointInfo, device_gib: float | None = None) -> Table:
-    """A table of the facts, and of what fits on a device with `device_gib` GiB."""
+def describe(info: CheckpointInfo, device_bytes: int | None = None) -> Table:
+    """A table of the facts, and of what fits on a device with so much memory."""
     c = info.config
     table = Table(title=info.description, show_header=False, title_justify="left")
     heads = f"{c.num_heads} query, {c.num_kv_heads} KV, of {c.head_dim}"
@@ -165,9 +157,11 @@ def describe(info: CheckpointInfo, device_gib: float | None = None) -> Table:
         rows.append(("missing", info.missing))
     for row in rows:
         table.add_row(*row)
-    if device_gib is not None:
+    if device_bytes is not None:
         for dtype in dict.fromkeys((info.dtype, "bfloat16")):
-            table.add_row(f"{device_gib:g} GiB, {dtype}", _fit(info, device_gib, dtype))
+            fit = device_fit(c, dtype, device_bytes)
+            table.add_row(fit.title, "\n".join(fit.lines()))
+        table.add_row("", not_known())
     return table
 
 
@@ -201,12 +195,3 @@ def _experts(config: ModelConfig) -> Iterator[tuple[str, str]]:
     where = "" if layers == config.num_layers else f", in {layers} of {config.num_layers} layers"
     text = f"{moe.top_k} of {moe.num_experts} a token, MLP {moe.intermediate_size}{shared}{where}"
     yield "experts", text
-
-
-def _fit(info: CheckpointInfo, device_gib: float, dtype: str) -> str:
-    memory, weights = int(device_gib * GIB), info.weight_bytes(dtype)
-    if weights > memory:
-        return f"does not fit: the weights alone are {size_text(weights)}"
-    tokens = info.kv_tokens_within(memory, dtype)
-    full = tokens // info.config.max_position
-    return f"weights {size_text(weights)}, then {tokens:,} tokens of KV: {full:,} at full length"

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
-import uuid
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -28,6 +26,7 @@ import numpy as np
 
 from jaxinfer.checkpoints.array_files import read_arrays, write_array
 from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.partial_folder import partial_folder
 from jaxinfer.checkpoints.source import non_finite, summarise
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of
@@ -87,36 +86,32 @@ def writing(
     """
     if path.exists():
         raise CheckpointError(f"{path} exists already; remove it or choose another destination")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     tensors: dict[str, Any] = {}
     files: dict[str, list[int]] = {}
-
-    def write(name: str, array: np.ndarray) -> None:
-        if bad := non_finite(array):
-            raise CheckpointError(f"{name}: {bad} of {array.size} values are NaN or Inf")
-        tensors[name] = [list(array.shape), array.dtype.name]
-        files.update(write_array(partial / PARAMS, name, array))
-
     try:
-        tokenizer.save(partial / TOKENIZER)
-        specs = family_of(config.family).param_specs(config)
-        _save_skeleton(partial / PARAMS, specs, dtype)
-        yield write
-        manifest = {
-            "format_version": FORMAT_VERSION,
-            "config": config.to_json(),
-            "dtype": dtype,
-            "source": source,
-            "tensors": tensors,
-            "files": files | _inventory(partial / PARAMS, files),
-        }
-        (partial / MANIFEST).write_text(json.dumps(manifest), "utf-8")
-        partial.rename(path)
+        with partial_folder(path) as partial:
+
+            def write(name: str, array: np.ndarray) -> None:
+                if bad := non_finite(array):
+                    raise CheckpointError(f"{name}: {bad} of {array.size} values are NaN or Inf")
+                tensors[name] = [list(array.shape), array.dtype.name]
+                files.update(write_array(partial / PARAMS, name, array))
+
+            tokenizer.save(partial / TOKENIZER)
+            specs = family_of(config.family).param_specs(config)
+            _save_skeleton(partial / PARAMS, specs, dtype)
+            yield write
+            manifest = {
+                "format_version": FORMAT_VERSION,
+                "config": config.to_json(),
+                "dtype": dtype,
+                "source": source,
+                "tensors": tensors,
+                "files": files | _inventory(partial / PARAMS, files),
+            }
+            (partial / MANIFEST).write_text(json.dumps(manifest), "utf-8")
     except FileExistsError as error:
         raise CheckpointError(f"{path} appeared while it was being written") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -101,7 +101,7 @@ def check_inventory(source: Source) -> None:
         if name in shapes and shapes[name] != shape
     ]
     problems += [
-        f"{where(name)}: {name}: not a tensor of a {source.config.family} model with this config"
+        f"{where(name)}: {name}: {_why_extra(source, name)}"
         for name in sorted(shapes.keys() - expected.keys())
         if not _ignorable(source, name)
     ]
@@ -112,6 +112,16 @@ def check_inventory(source: Source) -> None:
             f"{source.description}: {', '.join(further)}: ignored: layers that predict further "
             "tokens are not used"
         )
+
+
+def _why_extra(source: Source, name: str) -> str:
+    """What is wrong with a tensor that nobody reads."""
+    if name in _HEADS and source.config.tie_embeddings:
+        return (
+            "it differs from the embedding, which the config says is the head too; if the head is "
+            "its own, set tie_word_embeddings to false, or else remove this tensor"
+        )
+    return f"not a tensor of a {source.config.family} model with this config"
 
 
 def _further_layer(source: Source, name: str) -> str | None:
@@ -215,10 +225,14 @@ def _combined(
 
 
 def _narrowed(part: np.ndarray, kind: np.dtype, where: str) -> np.ndarray:
-    array = part.astype(kind, copy=False)
+    with np.errstate(over="ignore"):  # which is said below
+        array = part.astype(kind, copy=False)
     if bad := non_finite(array):
+        largest = np.abs(part.astype(np.float64)).max()
+        wider = largest <= np.finfo(np.float32).max and kind == np.float16
+        advice = "choose float32 or bfloat16" if wider else "no dtype that we serve in has them"
         raise CheckpointError(
-            f"{where}: {bad} values are too large for {kind.name}; choose float32 or bfloat16"
+            f"{where}: {bad} values are too large for {kind.name} (up to {largest:.3g}); {advice}"
         )
     return array
 

@@ -94,5 +94,5 @@ FAMILIES: dict[str, Family] = {
 def family_of(name: str) -> Family:
     """The family of that name. Raises ValueError naming the known ones."""
     if name not in FAMILIES:
-        raise ValueError(f"model family {name!r} is not supported; known: {', '.join(FAMILIES)}")
+        raise ValueError(f"model_type {name!r} is not supported; known: {', '.join(FAMILIES)}")
     return FAMILIES[name]

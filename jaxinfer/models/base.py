@@ -9,6 +9,9 @@ from typing import Any, Protocol
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.config import LayerKind, ModelConfig
+from jaxinfer.field_rules import agreed, shown
+from jaxinfer.models.hf_fields import HfConfig
+from jaxinfer.models.rope_config import rope_settings
 from jaxinfer.params import Tree
 
 LayerContext = Any  # a family's own pytree, made once a step
@@ -50,10 +53,11 @@ def require(family: str, hf: dict[str, Any], **allowed: tuple[Any, ...]) -> None
     `allowed` are the values of a key that are; the first is what its absence means.
     """
     for key, values in allowed.items():
-        if hf.get(key, values[0]) not in values:
+        given = dict.get(hf, key, values[0])  # whatever it is
+        if given not in values:
             known = " or ".join(repr(value) for value in values if value is not None)
             only = f"only {known}" if known else "leave it out or null"
-            raise ValueError(f"{family}: {key} = {hf[key]!r} is not supported ({only})")
+            raise ValueError(f"{family}: {key} = {shown(given)} is not supported ({only})")
 
 
 # Activations by the names that config.json files have for them: several mean the tanh form.
@@ -72,7 +76,7 @@ ACTIVATIONS = {
 def activation(family: str, hf: dict[str, Any], key: str, default: str) -> Any:
     """Our name of the activation that `key` asks for. Raises ValueError naming the known ones."""
     require(family, hf, **{key: (default, *ACTIVATIONS)})
-    return ACTIVATIONS[hf.get(key, default)]
+    return ACTIVATIONS[dict.get(hf, key, default)]
 
 
 # Families that read `partial_rotary_factor`; elsewhere transformers ignores it.
@@ -81,7 +85,7 @@ PARTLY_ROTATED = ("glm", "glm4", "gpt_neox", "nemotron", "phi", "phi3", "stablel
 
 def dense_config(
     family: str,
-    hf: dict[str, Any],
+    hf: HfConfig,
     rope: Any,
     rotary_part: float = 1.0,
     eps: str = "rms_norm_eps",
@@ -92,46 +96,72 @@ def dense_config(
     `rotary_part` is how much of a head rotates if the file does not say, `eps` the key of the
     norms' epsilon.
     """
-    heads = hf["num_attention_heads"]
-    if not hf.get("head_dim") and hf["hidden_size"] % heads:
-        raise ValueError(f"{heads} attention heads do not divide a width of {hf['hidden_size']}")
+    heads, width = hf["num_attention_heads"], hf["hidden_size"]
+    kv_heads = hf.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}"
+        )
+    if not hf.get("head_dim") and width % heads:
+        raise ValueError(
+            f"num_attention_heads (n_head) = {heads} does not divide hidden_size = {width}; if it "
+            "need not, head_dim has to be given"
+        )
     sizes = {
         "vocab_size": hf["vocab_size"],
-        "hidden_size": hf["hidden_size"],
+        "hidden_size": width,
         "intermediate_size": hf["intermediate_size"],
         "num_layers": hf["num_hidden_layers"],
         "num_heads": heads,
-        "num_kv_heads": hf.get("num_key_value_heads") or heads,
-        "head_dim": hf.get("head_dim") or hf["hidden_size"] // heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": hf.get("head_dim") or width // heads,
         "max_position": hf["max_position_embeddings"],
         "rms_norm_eps": hf[eps],
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
     }
-    given = hf.get("partial_rotary_factor", rotary_part)
-    part = (hf.get("rope_parameters") or {}).get("partial_rotary_factor", given)
+    given = {
+        "partial_rotary_factor (rotary_pct)": hf.get("partial_rotary_factor"),
+        "rope_parameters: partial_rotary_factor": rope_settings(hf).get("partial_rotary_factor"),
+    }
+    part = agreed(given, rotary_part)
     if family not in PARTLY_ROTATED:
         require(family, {"partial_rotary_factor": part}, partial_rotary_factor=(1, None))
-    if part not in (1, None):
+    if part != 1:
         sizes["rotary_dim"] = int(sizes["head_dim"] * part)
     return ModelConfig(family=family, rope=rope, **{**sizes, **features})
 
 
-def layer_types(hf: dict[str, Any], default: Callable[[int], bool]) -> list[bool]:
-    """Of each layer, whether it sees a window: from `layer_types`, or by `default` without it."""
-    count = hf["num_hidden_layers"]
-    types = hf.get("layer_types")
-    if types is None:
-        return [default(i) for i in range(count)]
+def layer_windows(hf: HfConfig, slides: Callable[[int], bool]) -> list[int | None]:
+    """What each layer sees, None being everything: as `layer_types` says, or by `slides` without.
+
+    Raises ValueError for types we do not know, and where they want a window that is not given.
+    """
+    count, types = hf["num_hidden_layers"], hf.get("layer_types")
     known = {"full_attention": False, "sliding_attention": True}
-    if len(types) != count or any(t not in known for t in types):
-        raise ValueError(f"layer_types = {types}: expected {count} of {', '.join(known)}")
-    return [known[t] for t in types]
+    if types is None:
+        sliding = [slides(i) for i in range(count)]
+    elif len(types) != count or any(t not in known for t in types):
+        raise ValueError(
+            f"layer_types = {shown(types)}: expected num_hidden_layers = {count} of "
+            f"{', '.join(known)}"
+        )
+    else:
+        sliding = [known[t] for t in types]
+    if not any(sliding):  # then the window may be anything: some files have 0
+        return [None] * count
+    window = hf.get("sliding_window")
+    if not (window and hf.get("use_sliding_window", True)):
+        raise ValueError(
+            f"sliding_window = {window}, but layers want one; give it (and use_sliding_window "
+            "true, if it is there), or make all layer_types full_attention"
+        )
+    return [window if slide else None for slide in sliding]
 
 
 class Family(Protocol):
     """A module under jaxinfer/models/ that implements one family."""
 
-    def config_from_hf(self, hf: dict[str, Any], rope: Any) -> ModelConfig: ...
+    def config_from_hf(self, hf: HfConfig, rope: Any) -> ModelConfig: ...
     def param_specs(self, c: ModelConfig) -> Tree: ...
     def hf_sources(self, c: ModelConfig) -> dict[str, HfSource]: ...
     def embed(

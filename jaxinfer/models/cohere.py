@@ -8,6 +8,7 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.models.base import dense_config, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import hf_sources, param_specs
+from jaxinfer.models.hf_fields import HfConfig
 
 __all__ = [
     "config_from_hf",
@@ -20,14 +21,14 @@ __all__ = [
 ]
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`."""
     require("cohere", hf, hidden_act=("silu",))
     qk_norm = "each" if hf.get("use_qk_norm") else "none"
     return dense_config("cohere", hf, rope, qk_norm=qk_norm, **features(hf))
 
 
-def features(hf: dict[str, Any]) -> dict[str, Any]:
+def features(hf: HfConfig) -> dict[str, Any]:
     """What all Command models have."""
     bias = bool(hf.get("attention_bias"))
     return {

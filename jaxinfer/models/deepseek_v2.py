@@ -9,7 +9,9 @@ from jaxinfer.config import LayerKind, MlaConfig, ModelConfig, MoeConfig
 from jaxinfer.models.base import dense_config, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import hf_sources, param_specs
+from jaxinfer.models.hf_fields import HfConfig
 from jaxinfer.models.rope import yarn_magnitude
+from jaxinfer.models.rope_config import rope_settings
 
 __all__ = [
     "config_from_hf",
@@ -22,7 +24,7 @@ __all__ = [
 ]
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`."""
     require(
         "deepseek_v2",
@@ -34,16 +36,16 @@ def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
         norm_topk_prob=(False, None),
     )
     limited = hf.get("topk_method") == "group_limited_greedy"
-    moe = moe_config(hf, "softmax", limited) if hf.get("n_routed_experts") else None
+    moe = moe_config(hf, "softmax", limited) if "n_routed_experts" in hf else None
     return deepseek_config("deepseek_v2", hf, rope, "neighbours", moe)
 
 
 def deepseek_config(
-    family: str, hf: dict[str, Any], rope: Any, rope_pairs: str, moe: MoeConfig | None
+    family: str, hf: HfConfig, rope: Any, rope_pairs: str, moe: MoeConfig | None
 ) -> ModelConfig:
     """What V2 and V3 have in common. The cached head is the latent and the shared key."""
     require(family, hf, hidden_act=("silu",), moe_layer_freq=(1, None))
-    for settings in (hf, _rope_settings(hf)):  # the part that rotates has a size of its own
+    for settings in (hf, rope_settings(hf)):  # the part that rotates has a size of its own
         require(family, settings, partial_rotary_factor=(1, None))
     heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads")
     if kv_heads not in (None, heads):
@@ -60,7 +62,8 @@ def deepseek_config(
         q_rank=hf.get("q_lora_rank"),
         bias=bias,
     )
-    _check_sizes(family, mla)
+    if mla.rope_dim % 2:
+        raise ValueError(f"{family}: qk_rope_head_dim = {mla.rope_dim} is odd; RoPE rotates pairs")
     features: dict[str, Any] = {
         "mla": mla,
         "num_kv_heads": 1,
@@ -77,7 +80,7 @@ def deepseek_config(
     return dense_config(family, hf, rope, **features)
 
 
-def moe_config(hf: dict[str, Any], scoring: Any, limited: bool) -> MoeConfig:
+def moe_config(hf: HfConfig, scoring: Any, limited: bool) -> MoeConfig:
     """The mixture, whose choice is `limited` to some groups. Raises ValueError for sizes that
     leave too few experts to choose from."""
     moe = MoeConfig(
@@ -93,7 +96,7 @@ def moe_config(hf: dict[str, Any], scoring: Any, limited: bool) -> MoeConfig:
         weight_scale=float(hf["routed_scaling_factor"]),
     )
     groups, most = moe.groups, moe.top_groups
-    in_group = moe.num_experts // groups if groups else 0
+    in_group = moe.num_experts // groups
     least = 2 if scoring == "sigmoid" and groups > 1 else 1
     if not 1 <= most <= groups or moe.num_experts % groups or in_group < least:
         raise ValueError(
@@ -108,28 +111,9 @@ def moe_config(hf: dict[str, Any], scoring: Any, limited: bool) -> MoeConfig:
     return moe
 
 
-def _check_sizes(family: str, mla: MlaConfig) -> None:
-    sizes = {
-        "kv_lora_rank": mla.kv_rank,
-        "qk_nope_head_dim": mla.nope_dim,
-        "qk_rope_head_dim": mla.rope_dim,
-        "v_head_dim": mla.v_dim,
-        "q_lora_rank": 1 if mla.q_rank is None else mla.q_rank,
-    }
-    for name, value in sizes.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{family}: {name} = {value!r}, expected a positive integer")
-    if mla.rope_dim % 2:
-        raise ValueError(f"{family}: qk_rope_head_dim = {mla.rope_dim} is odd; RoPE rotates pairs")
-
-
-def _magnitude(hf: dict[str, Any]) -> float:
+def _magnitude(hf: HfConfig) -> float:
     """YaRN's factor on queries and on keys, of which `mscale_all_dim` gives the weight; the
     rotary tables take what `mscale` says beyond it."""
-    scaling = _rope_settings(hf)
+    scaling = rope_settings(hf)
     all_dim = scaling.get("mscale_all_dim")
     return yarn_magnitude(float(scaling["factor"]), float(all_dim)) if all_dim else 1.0
-
-
-def _rope_settings(hf: dict[str, Any]) -> dict[str, Any]:
-    return hf.get("rope_parameters") or hf.get("rope_scaling") or {}

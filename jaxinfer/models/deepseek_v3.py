@@ -10,6 +10,7 @@ from jaxinfer.models.base import require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import hf_sources, param_specs
 from jaxinfer.models.deepseek_v2 import deepseek_config, moe_config
+from jaxinfer.models.hf_fields import HfConfig
 
 __all__ = [
     "config_from_hf",
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`. The layers that predict further tokens are no part of it."""
     require(
         "deepseek_v3",

@@ -8,6 +8,7 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.models.base import dense_config, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import hf_sources, param_specs
+from jaxinfer.models.hf_fields import HfConfig
 
 __all__ = [
     "config_from_hf",
@@ -20,7 +21,7 @@ __all__ = [
 ]
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`."""
     require("ernie4_5", hf, hidden_act=("silu",))
     bias, tied = bool(hf.get("use_bias")), bool(hf.get("tie_word_embeddings", True))

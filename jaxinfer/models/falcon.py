@@ -10,6 +10,7 @@ from jaxinfer.models import decoder_params
 from jaxinfer.models.base import HfSource, activation, dense_config, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import NORMS, param_specs
+from jaxinfer.models.hf_fields import HfConfig
 
 __all__ = [
     "config_from_hf",
@@ -33,14 +34,13 @@ MODULES = {
 }
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`. Of the newer architecture are any number of key heads, and two norms."""
     newer, heads = bool(hf.get("new_decoder_architecture")), hf["num_attention_heads"]
     norms = hf.get("num_ln_in_parallel_attn") or (2 if newer else 1)
     require("falcon", hf, alibi=(False, None), parallel_attn=(True,) if newer else (True, False))
-    require(
-        "falcon", {"num_ln_in_parallel_attn": norms}, num_ln_in_parallel_attn=(1, 2)[: 1 + newer]
-    )
+    if norms == 2 and not newer:
+        raise ValueError("falcon: num_ln_in_parallel_attn = 2 without new_decoder_architecture")
     bias, width = bool(hf.get("bias")), hf["hidden_size"]
     if newer or not hf.get("multi_query", True):
         groups = (hf.get("num_kv_heads") if newer else None) or heads

@@ -8,6 +8,7 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.models.base import dense_config, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import hf_sources, param_specs
+from jaxinfer.models.hf_fields import HfConfig
 
 __all__ = [
     "config_from_hf",
@@ -23,7 +24,7 @@ __all__ = [
 TANH = "gelu_pytorch_tanh"
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`. The first files say "gelu" and mean its tanh form, as they were trained."""
     require("gemma", hf, hidden_act=(TANH, "gelu"), hidden_activation=(None, TANH))
     require("gemma", hf, attention_bias=(False, None), use_bidirectional_attention=(None, False))

@@ -6,9 +6,10 @@ from typing import Any
 
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.models import decoder_params
-from jaxinfer.models.base import HfSource, dense_config, layer_types, require
+from jaxinfer.models.base import HfSource, dense_config, layer_windows, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import param_specs
+from jaxinfer.models.hf_fields import HfConfig
 
 __all__ = [
     "config_from_hf",
@@ -30,13 +31,10 @@ NORMS = {
 SHARED: dict[str, Any] = {"norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh"}
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`."""
     require("gemma2", hf, hidden_activation=("gelu_pytorch_tanh",), attention_bias=(False, None))
-    window = hf["sliding_window"]
-    kinds = tuple(
-        LayerKind(window if slides else None) for slides in layer_types(hf, lambda i: i % 2 == 0)
-    )
+    kinds = tuple(map(LayerKind, layer_windows(hf, lambda i: i % 2 == 0)))
     return dense_config(
         "gemma2",
         hf,

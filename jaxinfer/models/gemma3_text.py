@@ -7,10 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 from jaxinfer.config import LayerKind, ModelConfig
-from jaxinfer.models.base import dense_config, layer_types, require
+from jaxinfer.models.base import dense_config, layer_windows, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import param_specs
 from jaxinfer.models.gemma2 import SHARED, hf_sources
+from jaxinfer.models.hf_fields import HfConfig
 from jaxinfer.models.rope_config import local_rope_config
 
 __all__ = [
@@ -27,7 +28,7 @@ __all__ = [
 PATTERN = 6  # the last of so many layers sees everything
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`."""
     require(
         "gemma3_text",
@@ -36,11 +37,9 @@ def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
         attention_bias=(False, None),
         use_bidirectional_attention=(False, None),
     )
-    window, every = hf["sliding_window"], hf.get("sliding_window_pattern", PATTERN)
-    kinds = tuple(
-        LayerKind(window, "local") if slides else LayerKind()
-        for slides in layer_types(hf, lambda i: (i + 1) % every != 0)
-    )
+    every = hf.get("sliding_window_pattern", PATTERN)
+    windows = layer_windows(hf, lambda i: (i + 1) % every != 0)
+    kinds = tuple(LayerKind(w, "global" if w is None else "local") for w in windows)
     return dense_config(
         "gemma3_text",
         hf,

@@ -10,6 +10,7 @@ from jaxinfer.models import decoder_params
 from jaxinfer.models.base import HfSource, activation, dense_config, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import param_specs
+from jaxinfer.models.hf_fields import HfConfig
 
 __all__ = [
     "config_from_hf",
@@ -45,7 +46,7 @@ FEATURES: dict[str, Any] = {
 }
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`.
 
     `reorder_and_upcast_attn` asks for scores in float32 where the model is in half precision,
@@ -67,21 +68,22 @@ def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
     )
 
 
-def sizes(family: str, hf: dict[str, Any], tied: bool = True) -> dict[str, Any]:
+def sizes(family: str, hf: HfConfig, tied: bool = True) -> HfConfig:
     """The sizes as others name them; `tied` is what a file that does not say means."""
     width, positions = hf["n_embd"], hf["n_positions"]
     if hf.get("n_ctx", positions) != positions:
         raise ValueError(f"{family}: n_ctx = {hf['n_ctx']} contradicts n_positions = {positions}")
-    return {
+    sizes = {
         "vocab_size": hf["vocab_size"],
         "hidden_size": width,
-        "intermediate_size": 4 * width if hf.get("n_inner") is None else hf["n_inner"],
+        "intermediate_size": hf.get("n_inner") or 4 * width,
         "num_hidden_layers": hf["n_layer"],
         "num_attention_heads": hf["n_head"],
         "max_position_embeddings": positions,
         "rms_norm_eps": hf["layer_norm_epsilon"],
         "tie_word_embeddings": hf.get("tie_word_embeddings", tied),
     }
+    return HfConfig(sizes)
 
 
 def hf_sources(c: ModelConfig) -> dict[str, HfSource]:

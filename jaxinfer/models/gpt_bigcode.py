@@ -11,6 +11,7 @@ from jaxinfer.models.base import HfSource, activation, dense_config, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import param_specs
 from jaxinfer.models.gpt2 import FEATURES, MODULES, NORMS, sizes
+from jaxinfer.models.hf_fields import HfConfig
 
 __all__ = [
     "config_from_hf",
@@ -23,7 +24,7 @@ __all__ = [
 ]
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`. Whatever it says of softmax, ours is in float32."""
     require("gpt_bigcode", hf, add_cross_attention=(False, None), rope_scaling=(None,))
     one = {"num_key_value_heads": 1} if hf.get("multi_query", True) else {}

@@ -10,6 +10,7 @@ from jaxinfer.models import decoder_params
 from jaxinfer.models.base import HfSource, activation, dense_config
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import param_specs
+from jaxinfer.models.hf_fields import HfConfig
 
 __all__ = [
     "config_from_hf",
@@ -40,15 +41,14 @@ FEATURES: dict[str, Any] = {
 }
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`."""
-    theta = (hf.get("rope_parameters") or {}).get("rope_theta") or hf.get("rotary_emb_base")
     bias = bool(hf.get("attention_bias", True))
     return dense_config(
         "gpt_neox",
-        hf,
-        dataclasses.replace(rope, theta=float(theta)) if theta else rope,
-        rotary_part=hf.get("rotary_pct", 0.25),
+        hf | {"partial_rotary_factor": hf.get("rotary_pct", hf.get("partial_rotary_factor"))},
+        rope,
+        rotary_part=0.25,
         eps="layer_norm_eps",
         activation=activation("gpt_neox", hf, "hidden_act", "gelu"),
         parallel=bool(hf.get("use_parallel_residual", True)),

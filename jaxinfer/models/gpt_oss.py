@@ -7,10 +7,11 @@ from typing import Any
 
 from jaxinfer.config import LayerKind, ModelConfig, MoeConfig
 from jaxinfer.models import decoder_params
-from jaxinfer.models.base import HfSource, dense_config, layer_types, require
+from jaxinfer.models.base import HfSource, dense_config, layer_windows, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import param_specs
 from jaxinfer.models.expert_tensors import interleaved_sources
+from jaxinfer.models.hf_fields import HfConfig
 
 __all__ = [
     "config_from_hf",
@@ -23,11 +24,10 @@ __all__ = [
 ]
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`."""
     require("gpt_oss", hf, hidden_act=("silu",))
-    slides = layer_types(hf, lambda i: i % 2 == 0)
-    window = hf["sliding_window"] if any(slides) else None
+    windows = layer_windows(hf, lambda i: i % 2 == 0)
     bias = bool(hf.get("attention_bias", True))
     moe = MoeConfig(
         num_experts=hf["num_local_experts"],
@@ -41,7 +41,7 @@ def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
         "gpt_oss",
         hf,
         rope,
-        kinds=tuple(LayerKind(window if sliding else None, moe=True) for sliding in slides),
+        kinds=tuple(LayerKind(window, moe=True) for window in windows),
         moe=moe,
         qkv_bias=bias,
         o_bias=bias,

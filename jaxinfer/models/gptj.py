@@ -10,6 +10,7 @@ from jaxinfer.models.base import HfSource, activation, dense_config, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import param_specs
 from jaxinfer.models.gpt2 import sizes
+from jaxinfer.models.hf_fields import HfConfig
 
 __all__ = [
     "config_from_hf",
@@ -42,7 +43,7 @@ FEATURES: dict[str, Any] = {
 }
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`."""
     require("gptj", hf, rotary=(True,), scale_attn_weights=(True,))
     shape, rotary = sizes("gptj", hf, tied=False), hf["rotary_dim"]

@@ -9,6 +9,7 @@ from jaxinfer.models import decoder_params
 from jaxinfer.models.base import HfSource, dense_config, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import param_specs
+from jaxinfer.models.hf_fields import HfConfig
 from jaxinfer.models.moe import MIXTRAL_NAMES
 
 __all__ = [
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`."""
     require("mixtral", hf, hidden_act=("silu",))
     kind = LayerKind(hf.get("sliding_window"), moe=True)

@@ -6,9 +6,10 @@ from typing import Any
 
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.models import decoder_params
-from jaxinfer.models.base import HfSource, dense_config, layer_types, require
+from jaxinfer.models.base import HfSource, dense_config, layer_windows, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import param_specs
+from jaxinfer.models.hf_fields import HfConfig
 from jaxinfer.models.olmo2 import NORMS
 from jaxinfer.models.rope_config import local_rope_config
 
@@ -23,17 +24,16 @@ __all__ = [
 ]
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`."""
     require("olmo3", hf, hidden_act=("silu",))
-    slides = layer_types(hf, lambda i: (i + 1) % 4 != 0)
-    window, bias = LayerKind(hf["sliding_window"], "local"), bool(hf.get("attention_bias"))
+    windows, bias = layer_windows(hf, lambda i: (i + 1) % 4 != 0), bool(hf.get("attention_bias"))
     features: dict[str, Any] = {"norms": "post", "qk_norm": "all", "qkv_bias": bias, "o_bias": bias}
     return dense_config(
         "olmo3",
         hf,
         rope,
-        kinds=tuple(window if slide else LayerKind() for slide in slides),
+        kinds=tuple(LayerKind(w, "global" if w is None else "local") for w in windows),
         local_rope=local_rope_config(hf, rope.theta),
         **features,
     )

@@ -8,6 +8,7 @@ from jaxinfer.config import LayerKind, ModelConfig, MoeConfig
 from jaxinfer.models.base import dense_config, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import hf_sources, param_specs
+from jaxinfer.models.hf_fields import HfConfig
 
 __all__ = [
     "config_from_hf",
@@ -20,11 +21,11 @@ __all__ = [
 ]
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`."""
     require("olmoe", hf, hidden_act=("silu",), clip_qkv=(None,))
     moe = MoeConfig(
-        num_experts=hf.get("num_experts") or hf["num_local_experts"],
+        num_experts=hf["num_local_experts" if "num_local_experts" in hf else "num_experts"],
         top_k=hf["num_experts_per_tok"],
         intermediate_size=hf["intermediate_size"],
         normalised=bool(hf.get("norm_topk_prob", False)),

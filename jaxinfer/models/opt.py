@@ -9,6 +9,7 @@ from jaxinfer.models import decoder_params
 from jaxinfer.models.base import HfSource, activation, dense_config, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import param_specs
+from jaxinfer.models.hf_fields import HfConfig
 
 __all__ = [
     "config_from_hf",
@@ -41,7 +42,7 @@ FEATURES: dict[str, Any] = {
 }
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`. Norms after each half, and embeddings of another width, are the 350M's only."""
     require("opt", hf, do_layer_norm_before=(True,), _remove_final_layer_norm=(False,))
     require("opt", hf, enable_bias=(True,), layer_norm_elementwise_affine=(True,))

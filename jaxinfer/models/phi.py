@@ -9,6 +9,7 @@ from jaxinfer.models import decoder_params
 from jaxinfer.models.base import HfSource, activation, dense_config, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import param_specs
+from jaxinfer.models.hf_fields import HfConfig
 
 __all__ = [
     "config_from_hf",
@@ -39,7 +40,7 @@ FEATURES: dict[str, Any] = {
 }
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`."""
     require("phi", hf, qk_layernorm=(False, None))
     gelu = activation("phi", hf, "hidden_act", "gelu_new")

@@ -9,6 +9,7 @@ from jaxinfer.models import decoder_params
 from jaxinfer.models.base import HfSource, dense_config, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import param_specs
+from jaxinfer.models.hf_fields import HfConfig
 
 __all__ = [
     "config_from_hf",
@@ -21,7 +22,7 @@ __all__ = [
 ]
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`."""
     require("phi3", hf, hidden_act=("silu",), attention_bias=(False, None))
     window = hf.get("sliding_window")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from jaxinfer.config import LayerKind, ModelConfig
-from jaxinfer.models.base import dense_config, layer_types, require
+from jaxinfer.models.base import dense_config, layer_windows, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import hf_sources, param_specs
+from jaxinfer.models.hf_fields import HfConfig
 
 __all__ = [
     "config_from_hf",
@@ -20,17 +21,14 @@ __all__ = [
 ]
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`."""
     require("qwen2", hf, hidden_act=("silu",))
     return dense_config("qwen2", hf, rope, qkv_bias=True, kinds=window_kinds(hf))
 
 
-def window_kinds(hf: dict[str, Any]) -> tuple[LayerKind, ...]:
+def window_kinds(hf: HfConfig) -> tuple[LayerKind, ...]:
     """Layers from `max_window_layers` on see a window, if the model uses one at all."""
-    if not hf.get("use_sliding_window"):
-        return ()
-    first, window = hf.get("max_window_layers", 0), hf["sliding_window"]
-    return tuple(
-        LayerKind(window if slides else None) for slides in layer_types(hf, lambda i: i >= first)
-    )
+    used, first = bool(hf.get("use_sliding_window")), hf.get("max_window_layers", 0)
+    windows = layer_windows(hf, lambda i: used and i >= first)
+    return tuple(map(LayerKind, windows)) if used else ()

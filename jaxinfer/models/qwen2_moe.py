@@ -9,6 +9,7 @@ from jaxinfer.config import LayerKind, ModelConfig, MoeConfig
 from jaxinfer.models.base import dense_config, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import hf_sources, param_specs
+from jaxinfer.models.hf_fields import HfConfig
 from jaxinfer.models.qwen2 import window_kinds
 
 __all__ = [
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`."""
     require("qwen2_moe", hf, hidden_act=("silu",))
     moe = dataclasses.replace(moe_config(hf), shared_size=hf["shared_expert_intermediate_size"])
@@ -30,17 +31,17 @@ def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
     return dense_config("qwen2_moe", hf, rope, qkv_bias=bias, kinds=moe_kinds(hf), moe=moe)
 
 
-def moe_config(hf: dict[str, Any]) -> MoeConfig:
+def moe_config(hf: HfConfig) -> MoeConfig:
     """The mixture as Qwen's files describe it."""
     return MoeConfig(
-        num_experts=hf.get("num_experts") or hf["num_local_experts"],
+        num_experts=hf["num_local_experts" if "num_local_experts" in hf else "num_experts"],
         top_k=hf["num_experts_per_tok"],
         intermediate_size=hf["moe_intermediate_size"],
         normalised=bool(hf.get("norm_topk_prob", False)),
     )
 
 
-def moe_kinds(hf: dict[str, Any]) -> tuple[LayerKind, ...]:
+def moe_kinds(hf: HfConfig) -> tuple[LayerKind, ...]:
     """Every `decoder_sparse_step`-th layer has experts, but for `mlp_only_layers`."""
     count, step = hf["num_hidden_layers"], hf.get("decoder_sparse_step", 1)
     dense, windows = hf.get("mlp_only_layers") or (), window_kinds(hf)

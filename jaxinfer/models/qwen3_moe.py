@@ -8,6 +8,7 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.models.base import dense_config, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import hf_sources, param_specs
+from jaxinfer.models.hf_fields import HfConfig
 from jaxinfer.models.qwen2_moe import moe_config, moe_kinds
 
 __all__ = [
@@ -21,11 +22,11 @@ __all__ = [
 ]
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`."""
     require("qwen3_moe", hf, hidden_act=("silu",))
     bias = bool(hf.get("attention_bias"))
     features: dict[str, Any] = {"qk_norm": "head", "qkv_bias": bias, "o_bias": bias}
-    everywhere = {**hf, "max_window_layers": 0, "layer_types": None}  # it reads neither
+    everywhere = hf | {"max_window_layers": 0, "layer_types": None}  # it reads neither
     kinds = moe_kinds(everywhere)
     return dense_config("qwen3_moe", hf, rope, kinds=kinds, moe=moe_config(hf), **features)

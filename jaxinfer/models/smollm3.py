@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from jaxinfer.config import LayerKind, ModelConfig
-from jaxinfer.models.base import dense_config, layer_types, require
+from jaxinfer.models.base import dense_config, layer_windows, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import hf_sources, param_specs
+from jaxinfer.models.hf_fields import HfConfig
 
 __all__ = [
     "config_from_hf",
@@ -20,20 +21,23 @@ __all__ = [
 ]
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`."""
     require("smollm3", hf, hidden_act=("silu",))
     count, bias = hf["num_hidden_layers"], bool(hf.get("attention_bias"))
     interval = hf.get("no_rope_layer_interval", 4)
     # A list of ones and zeros: 1 rotates. Without it every interval-th layer does not.
-    rotates = hf.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(count)]
+    rotates = hf.get("no_rope_layers")
+    if rotates is None:
+        rotates = [(i + 1) % interval != 0 for i in range(count)]
     if len(rotates) != count:
-        raise ValueError(f"no_rope_layers has {len(rotates)} entries for {count} layers")
-    window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
-    slides = layer_types(hf, lambda i: window is not None and bool(rotates[i]))
+        raise ValueError(
+            f"no_rope_layers has {len(rotates)} entries for num_hidden_layers = {count}"
+        )
+    slides = bool(hf.get("use_sliding_window")) and hf.get("sliding_window") is not None
+    windows = layer_windows(hf, lambda i: slides and not rotates[i])
     kinds = tuple(
-        LayerKind(window if slide else None, "global" if turn else "none")
-        for slide, turn in zip(slides, rotates)
+        LayerKind(window, "global" if turn else "none") for window, turn in zip(windows, rotates)
     )
     features: dict[str, Any] = {
         "qkv_bias": bias,

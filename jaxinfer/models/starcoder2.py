@@ -9,6 +9,7 @@ from jaxinfer.models import decoder_params
 from jaxinfer.models.base import HfSource, activation, dense_config, require
 from jaxinfer.models.decoder import embed, layer, layer_context, unembed
 from jaxinfer.models.decoder_params import param_specs
+from jaxinfer.models.hf_fields import HfConfig
 
 __all__ = [
     "config_from_hf",
@@ -24,7 +25,7 @@ __all__ = [
 MODULES = {"up_proj": "c_fc", "down_proj": "c_proj"}
 
 
-def config_from_hf(hf: dict[str, Any], rope: Any) -> ModelConfig:
+def config_from_hf(hf: HfConfig, rope: Any) -> ModelConfig:
     """See `Family`."""
     require("starcoder2", hf, mlp_type=("default",), norm_type=("layer_norm",))
     window, bias = hf.get("sliding_window"), bool(hf.get("use_bias", True))

@@ -1,5 +1,5 @@
 """`python -m jaxinfer_service` is the `jaxinfer` command."""
 
-from jaxinfer_service.cli import main
+from jaxinfer_service.command import main
 
 main()

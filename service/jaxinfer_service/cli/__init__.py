@@ -76,7 +76,7 @@ def _root(
 
 
 def main() -> None:
-    """The entry point."""
+    """Run the command that the arguments name; `command.main` minds signals around it."""
     # gRPC's own remarks on connections that end; read when grpc is first imported.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     app(prog_name="jaxinfer")

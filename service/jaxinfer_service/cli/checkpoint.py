@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from jaxinfer_service.cli import console, options, text_options
 from jaxinfer_service.cli.remote import LOCAL
+from jaxinfer_service.command import unwinding
 
 ConfigFile = Annotated[
     str | None,
@@ -40,17 +42,29 @@ def convert(
 ) -> None:
     """Convert a checkpoint to Orbax, config, tokenizer and generation defaults included."""
     console.set_up_logging(log_level, log_format)
-    from jaxinfer.checkpoints import convert as convert_checkpoint
-    from jaxinfer.generation import TextOptions
+    there = Path(dst).expanduser().exists()
 
-    try:
-        text = TextOptions.read(chat_template)
-        with console.progress() as progress:
-            kind = options.stored_dtype(dtype)
-            path = convert_checkpoint(src, dst, kind, progress, config, text=text)
-    except (ValueError, OSError, MemoryError) as error:
-        console.fail(error)
-    typer.echo(f"{path} is ready: jaxinfer serve {path}")
+    def consequence() -> str:
+        done = not there and Path(dst).expanduser().exists()
+        return f"{dst} was complete by then" if done else f"nothing was written to {dst}"
+
+    with unwinding(consequence) as check:
+        from jaxinfer.checkpoints import convert as convert_checkpoint
+        from jaxinfer.generation import TextOptions
+
+        try:
+            text = TextOptions.read(chat_template)
+            with console.progress() as progress:
+
+                def step(what: str, done: int, total: int) -> None:
+                    check()
+                    progress(what, done, total)
+
+                kind = options.stored_dtype(dtype)
+                path = convert_checkpoint(src, dst, kind, step, config, text=text)
+        except (ValueError, OSError, MemoryError) as error:
+            console.fail(error)
+        typer.echo(f"{path} is ready: jaxinfer serve {path}")
 
 
 def inspect(
@@ -104,6 +118,7 @@ def inspect(
     if path is None or server is not None or over is not None:
         raise typer.BadParameter("give a PATH; or --expert-load, with --server and --over")
     from jaxinfer.checkpoints import describe, inspect_checkpoint
+    from jaxinfer.checkpoints.device_fit import device_fit
     from jaxinfer.demo import DEMO, demo_checkpoint
 
     try:
@@ -115,9 +130,9 @@ def inspect(
     if as_json:
         fields: dict[str, Any] = info.to_json()
         if device_memory is not None:
-            fields["kv_tokens_on_device"] = info.kv_tokens_within(device_memory, info.dtype)
+            fields["device"] = device_fit(info.config, info.dtype, device_memory).to_json()
         typer.echo(json.dumps(fields, indent=1))
         return
     from rich.console import Console
 
-    Console().print(describe(info, None if device_memory is None else device_memory / 2**30))
+    Console().print(describe(info, device_memory))
