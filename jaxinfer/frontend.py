@@ -22,7 +22,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from jaxinfer.engine_link import EngineLink, EngineView, Observer, OnEvents, OnStop
 from jaxinfer.load import Load
@@ -105,8 +105,11 @@ class Frontend:
         return self._start(requests)
 
     async def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt. Long ones are encoded in a thread. Raises RequestError."""
-        if _text_length(prompt) < LONG_TEXT:
+        """Token ids of a prompt. Raises RequestError.
+
+        Long texts are encoded in a thread, and chats, whose templates may take their time.
+        """
+        if not is_chat(prompt) and len(prompt) < LONG_TEXT:
             return self.text.encode(prompt, add_special_tokens)
         return await asyncio.to_thread(self.text.encode, prompt, add_special_tokens)
 
@@ -339,12 +342,3 @@ def _push(sample: Sample, event: SequenceEvent) -> Delta:
             finish=Finish(FinishReason.ERROR, error=failure),
             timing=Timing(None, None, elapsed),
         )
-
-
-def _text_length(prompt: Prompt) -> int:
-    """Characters to encode; token ids have none."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    if not len(prompt) or not isinstance(prompt[0], Mapping):
-        return 0
-    return sum(len(str(value)) for m in prompt if isinstance(m, Mapping) for value in m.values())

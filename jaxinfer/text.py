@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from jaxinfer.detokenizer import Detokenizer, DetokenizerFactory, StopMatcher
 from jaxinfer.generation import SamplingDefaults
@@ -111,7 +111,7 @@ class TextProcessor:
             if isinstance(prompt, str):
                 self._check_size(len(prompt.encode()))  # which a lone surrogate fails: no text
                 return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-            if len(prompt) and isinstance(prompt[0], Mapping):
+            if is_chat(prompt):
                 if len(prompt) > self.limits.max_model_len:  # a role takes a token at least
                     raise ValueError(
                         f"has {len(prompt)} messages; at most {self.limits.max_model_len} are"
@@ -172,6 +172,11 @@ class TextProcessor:
         """Collects the output of `request`, the sample of this index."""
         start = self._detokenizers.start(request.prompt, request.params.skip_special_tokens)
         return OutputBuilder(request, start, index)
+
+
+def is_chat(prompt: Prompt) -> TypeGuard[Chat]:
+    """Whether a prompt is messages of a chat, to go through the model's template."""
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _message(position: int, message: object) -> dict[str, str]:

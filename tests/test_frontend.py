@@ -360,7 +360,7 @@ async def test_an_engine_that_dies_while_draining_ends_the_streams_at_once():
 @run
 async def test_a_fault_in_one_output_ends_that_request_alone():
     """Two requests run, and every step's events come to both: the other one misses none."""
-    engine = ScriptedEngine(says("a" * 30))
+    engine = ScriptedEngine(says("a" * 30), step_seconds=0.01)
     async with running(engine) as front:
         engine.gate.clear()
         broken, sound = [await front.submit("x", GREEDY) for _ in range(2)]
