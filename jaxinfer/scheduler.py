@@ -354,8 +354,9 @@ class Scheduler:
     def _publish_output(self, sequence: Sequence) -> None:
         """What it has computed since its prompt, when it takes a page or gives them all up: who
         begins with a whole output comes later than that."""
-        # The row may have ended with the last token, and a step after it computes nothing.
-        self._publish(sequence, min(len(sequence.tokens) - 1, sequence.num_computed_tokens))
+        # Of a token that ended it nothing is computed, though a step for it may have been planned.
+        known = len(sequence.tokens) - sequence.finished
+        self._publish(sequence, min(known, sequence.num_computed_tokens))
 
     def _pages_on_their_way(self) -> bool:
         """Whether a step in flight brings some back when it is read."""

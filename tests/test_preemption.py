@@ -154,3 +154,21 @@ def test_losing_a_slot_again_and_again_is_no_thrash():
     assert run.engine.counters.preemptions > 10
     assert run.engine.counters.thrashes == 0 and run.scheduler.thrash.extra == 0.0
     run.drain()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_full_page_is_found_as_soon_as_its_sequence_takes_the_next(overlap):
+    """Who is preempted for want of a page has just filled its last one, and computes none again."""
+    run = harness(7, overlap)
+    run.submit([1, 2, 3, 4], 16)
+    run.submit([5, 6, 7, 8], 16)
+    while not run.scheduler.preemptions:
+        run.step()
+    (waits,) = run.scheduler.waiting
+    full = waits.num_computed_tokens // 4
+    assert full == 3 and waits.num_published == full
+    (runs,) = run.scheduler.running
+    while len(runs.pages[0]) == full:
+        run.step()
+    assert runs.num_published == full
+    run.drain()
