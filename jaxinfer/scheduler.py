@@ -253,13 +253,16 @@ class Scheduler:
         return bool(plan.pieces)
 
     def _plan_chunk(self, plan: StepPlan, now: float, budget: int) -> None:
-        """Prompt tokens: the most urgent first, sequences already admitted before their peers."""
-        prefilling = deque(s for s in self.running if s.num_computed_tokens < s.prefill_target)
+        """Prompt tokens: the most urgent first, then of the tenant served least, and of one tenant
+        those of sequences already admitted."""
+        prefilling = self._prefilling()
         wanted = bool(prefilling or self.waiting)
         blocked = False
         while budget > 0 and len(plan.pieces) < MAX_PIECES:
             head = None if blocked else self.waiting.head()
-            if head is not None and not (prefilling and self._goes_first(prefilling[0], head)):
+            if head is not None and not (
+                prefilling and self._turn(prefilling[0]) <= self._turn(head)
+            ):
                 blocked = bool(head.host_pages) or not self._admit(head, plan, now)
                 if not blocked:
                     budget -= self._add_piece(head, budget, plan)
@@ -269,11 +272,13 @@ class Scheduler:
                 break
         self.pace.note_chunk(wanted and not blocked, plan.chunk_tokens)
 
-    def _goes_first(self, admitted: Sequence, head: Sequence) -> bool:
-        """Whether an admitted sequence goes on before a waiting one begins."""
-        if admitted.level != head.level or admitted.tenant == head.tenant:
-            return admitted.level <= head.level
-        return self.waiting.service(admitted) <= self.waiting.service(head)
+    def _prefilling(self) -> deque[Sequence]:
+        prefilling = [s for s in self.running if s.num_computed_tokens < s.prefill_target]
+        return deque(sorted(prefilling, key=self._turn))
+
+    def _turn(self, sequence: Sequence) -> tuple[int, float]:
+        """Less is sooner; who is admitted goes on before who waits with the same."""
+        return sequence.level, self.waiting.service(sequence)
 
     def _resume(self, plan: StepPlan, now: float) -> None:
         """Sequences whose pages wait in host memory decode on, if it is their turn."""
@@ -308,7 +313,6 @@ class Scheduler:
         sequence.waited = now - sequence.entered
         self._admissions += 1
         sequence.admission, sequence.tokens_then = self._admissions, len(sequence.tokens)
-        self.waiting.charge(sequence, len(sequence.tokens) - sequence.num_computed_tokens)
         bisect.insort(self.running, sequence, key=_urgency)
         plan.admitted.append(sequence)
         return True
@@ -331,6 +335,7 @@ class Scheduler:
         last = start + length == sequence.prefill_target
         plan.pieces.append(Piece(sequence, start, length, last))
         sequence.num_computed_tokens += length
+        self.waiting.charge(sequence, length)
         if last:
             sequence.num_in_flight += 1
             self._let_decode(sequence)

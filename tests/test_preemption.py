@@ -141,6 +141,20 @@ def test_a_crowd_of_one_tenant_makes_no_other_tenants_request_late():
     run.drain()
 
 
+@pytest.mark.parametrize("long", [LOW, Scheduling(tenant="other")])
+def test_a_long_prompt_that_runs_makes_late_only_who_comes_after_it(long):
+    run = harness(401, slots=4)
+    run.submit([1] * 64, 5)
+    run.drain()  # a second for a chunk of 16 tokens
+    run.submit([2] * 180, 4, scheduling=long)
+    run.step()
+    soon = run.submit([3] * 8, 4, timeout=5.0)
+    own = run.submit([3] * 8, 4, timeout=5.0, scheduling=long)
+    assert steps_to_first_token(run, soon) <= 4
+    assert run.ends[own] is FinishReason.LATE
+    run.drain()
+
+
 def test_losing_a_slot_again_and_again_is_no_thrash():
     """Pages are plenty: keeping more of them free would only run fewer sequences."""
     run = harness(401, slots=4)

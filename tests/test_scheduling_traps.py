@@ -59,6 +59,23 @@ def test_who_is_preempted_over_and_over_rises_by_the_time_it_waited_in_all(promp
     run.drain()
 
 
+def test_a_long_prompt_of_one_tenant_leaves_others_their_turns():
+    """A chunk of theirs after a chunk of its own, whether they come to wait or run already."""
+    run = harness(4, 200, longest=400)
+    long = run.submit([1] * 320, 4, scheduling=Scheduling(tenant="long"))
+    run.step()
+    short = run.submit([2] * 8, 4, scheduling=Scheduling(tenant="short"))
+    middle = run.submit([3] * 60, 4, scheduling=Scheduling(tenant="middle"))
+    for _ in range(5):
+        run.step()
+    assert run.outputs[short]
+    again = run.submit([4] * 8, 4, scheduling=Scheduling(tenant="short"))
+    for _ in range(10):
+        run.step()
+    assert run.outputs[again] and run.outputs[middle] and not run.outputs[long]
+    run.drain()
+
+
 def test_interactive_requests_that_rose_keep_no_batch_request_from_rising():
     run = harness(4, 80, ageing=10.0, interactive_reserve=0.25)
     batch = ""

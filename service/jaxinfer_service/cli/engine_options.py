@@ -176,8 +176,8 @@ TpotTargetMs = Annotated[
     typer.Option(
         min=0,
         metavar="MS",
-        help="Most time between a running stream's tokens: prompts are computed in chunks that keep"
-        " it. 0: none.",
+        help="Largest mean time between a running stream's tokens: prompts are computed in chunks"
+        " that keep it. 0: none.",
         show_default=engine_default("tpot_target_ms"),
         rich_help_panel=_SCHEDULING,
     ),
