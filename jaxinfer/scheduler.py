@@ -18,6 +18,7 @@ import bisect
 from collections import deque
 
 from jaxinfer.admission import Admission
+from jaxinfer.chunk_turns import ChunkTurns
 from jaxinfer.deadlines import Deadlines, check_in_time
 from jaxinfer.load import KEPT_RECORDS, StepRecord
 from jaxinfer.pace import Pace, StepWatch
@@ -54,9 +55,9 @@ class Scheduler:
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
         self._free_slots = list(range(limits.num_slots - 1, -1, -1))
         self._page_outs: list[PageMove] = []  # to go out with the next step
-        self._arrivals = self._admissions = 0
-        self._step = 0
+        self._arrivals = self._admissions = self._step = 0
         self._chunk_was_last = False
+        self._turns = ChunkTurns(self.waiting)
         self._watch = StepWatch(self.pace)
         self._complete: list[Sequence] = []  # whose last token the last step computes
 
@@ -253,16 +254,13 @@ class Scheduler:
         return bool(plan.pieces)
 
     def _plan_chunk(self, plan: StepPlan, now: float, budget: int) -> None:
-        """Prompt tokens: the most urgent first, then of the tenant served least, and of one tenant
-        those of sequences already admitted."""
-        prefilling = self._prefilling()
-        wanted = bool(prefilling or self.waiting)
+        """Prompt tokens: by urgency, then by who was served least, those in progress first."""
+        prefilling = self._turns.in_progress(self.running)
+        begun, wanted = len(prefilling), bool(prefilling or self.waiting)
         blocked = False
         while budget > 0 and len(plan.pieces) < MAX_PIECES:
             head = None if blocked else self.waiting.head()
-            if head is not None and not (
-                prefilling and self._turn(prefilling[0]) <= self._turn(head)
-            ):
+            if head is not None and not (prefilling and self._turns.goes_on(prefilling[0], head)):
                 blocked = bool(head.host_pages) or not self._admit(head, plan, now)
                 if not blocked:
                     budget -= self._add_piece(head, budget, plan)
@@ -270,15 +268,9 @@ class Scheduler:
                 budget -= self._add_piece(prefilling.popleft(), budget, plan)
             else:
                 break
+        if plan.pieces:
+            self._turns.chunk_planned(begun, len(prefilling))
         self.pace.note_chunk(wanted and not blocked, plan.chunk_tokens)
-
-    def _prefilling(self) -> deque[Sequence]:
-        prefilling = [s for s in self.running if s.num_computed_tokens < s.prefill_target]
-        return deque(sorted(prefilling, key=self._turn))
-
-    def _turn(self, sequence: Sequence) -> tuple[int, float]:
-        """Less is sooner; who is admitted goes on before who waits with the same."""
-        return sequence.level, self.waiting.service(sequence)
 
     def _resume(self, plan: StepPlan, now: float) -> None:
         """Sequences whose pages wait in host memory decode on, if it is their turn."""

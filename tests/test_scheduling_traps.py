@@ -7,6 +7,7 @@ import random
 import pytest
 from fakes import Harness, scheduler_limits
 
+from jaxinfer.chunk_turns import MOST_PASSED_OVER
 from jaxinfer.policy import SchedulerPolicy
 from jaxinfer.request import FinishReason, Scheduling
 
@@ -74,6 +75,17 @@ def test_a_long_prompt_of_one_tenant_leaves_others_their_turns():
         run.step()
     assert run.outputs[again] and run.outputs[middle] and not run.outputs[long]
     run.drain()
+
+
+def test_newcomers_keep_no_prompt_in_progress_from_going_on():
+    """More prompts of tenants that nobody knew than can be computed."""
+    run = harness(32, 800, longest=400, prefix_cache=False)
+    long = run.submit([1] * 320, 4, scheduling=Scheduling(tenant="long"))
+    for i in range(20 * (MOST_PASSED_OVER + 1) + 5):
+        for j in range(1 + i % 2):
+            run.submit([i % 50] * 16, 2, scheduling=Scheduling(tenant=f"{i} {j}"))
+        run.step()
+    assert run.outputs[long]
 
 
 def test_interactive_requests_that_rose_keep_no_batch_request_from_rising():

@@ -214,7 +214,7 @@ TenantWeight = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=W",
-        help="Share of a tenant among those of one priority; repeatable.",
+        help="Share of a tenant among those of one priority, 0.001 to 1000; repeatable.",
         show_default="1 each",
         rich_help_panel=_SCHEDULING,
     ),
