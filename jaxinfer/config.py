@@ -9,6 +9,8 @@ from typing import Any, Literal
 from jaxinfer.request import MAX_PRIORITY
 
 DTYPES = ("float32", "bfloat16", "float16")
+# Of a tenant; with far smaller ones a token would be lost in the rounding of the accounts.
+LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000
 MOST_RESERVED = 0.9  # fraction of the pool that admission leaves free, all reasons together
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn", "longrope", "divisors"]
@@ -303,8 +305,11 @@ class EngineConfig:
                 '(("a", 2.0),)'
             )
         for tenant, weight in self.tenant_weights:
-            if not 0 < weight < float("inf"):
-                raise ValueError(f"tenant_weights of {tenant!r} is {weight}; it must be above 0")
+            if not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+                raise ValueError(
+                    f"tenant_weights of {tenant!r} is {weight}; it must be from {LEAST_WEIGHT} to "
+                    f"{MOST_WEIGHT}"
+                )
         for name, value in (("dtype", self.dtype), ("kv_dtype", self.kv_dtype or self.dtype)):
             if value not in DTYPES:
                 raise ValueError(f"{name} is {value!r}; choose one of {', '.join(DTYPES)}")

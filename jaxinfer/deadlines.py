@@ -56,9 +56,8 @@ def check_in_time(
     """
     request = sequence.request
     assert request.deadline is not None
-    before, ahead = waiting.ahead_of(sequence)
+    before, ahead = waiting.ahead_of(sequence, running)
     ahead += sequence.to_compute
-    ahead += sum(s.prefill_target - s.num_computed_tokens for s in running if s.prefilling)
     ends = before + 1 - free_slots
     if running and running[-1].level > sequence.level:
         ends = 0  # it takes the slot of somebody less urgent

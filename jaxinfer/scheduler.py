@@ -18,6 +18,7 @@ import bisect
 from collections import deque
 
 from jaxinfer.admission import Admission
+from jaxinfer.chunk_turns import ChunkTurns
 from jaxinfer.deadlines import Deadlines, check_in_time
 from jaxinfer.load import KEPT_RECORDS, StepRecord
 from jaxinfer.pace import Pace, StepWatch
@@ -54,9 +55,9 @@ class Scheduler:
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
         self._free_slots = list(range(limits.num_slots - 1, -1, -1))
         self._page_outs: list[PageMove] = []  # to go out with the next step
-        self._arrivals = self._admissions = 0
-        self._step = 0
+        self._arrivals = self._admissions = self._step = 0
         self._chunk_was_last = False
+        self._turns = ChunkTurns(self.waiting)
         self._watch = StepWatch(self.pace)
         self._complete: list[Sequence] = []  # whose last token the last step computes
 
@@ -253,13 +254,13 @@ class Scheduler:
         return bool(plan.pieces)
 
     def _plan_chunk(self, plan: StepPlan, now: float, budget: int) -> None:
-        """Prompt tokens: the most urgent first, sequences already admitted before their peers."""
-        prefilling = deque(s for s in self.running if s.num_computed_tokens < s.prefill_target)
-        wanted = bool(prefilling or self.waiting)
+        """Prompt tokens: by urgency, then by who was served least, those in progress first."""
+        prefilling = self._turns.in_progress(self.running)
+        begun, wanted = len(prefilling), bool(prefilling or self.waiting)
         blocked = False
         while budget > 0 and len(plan.pieces) < MAX_PIECES:
             head = None if blocked else self.waiting.head()
-            if head is not None and not (prefilling and self._goes_first(prefilling[0], head)):
+            if head is not None and not (prefilling and self._turns.goes_on(prefilling[0], head)):
                 blocked = bool(head.host_pages) or not self._admit(head, plan, now)
                 if not blocked:
                     budget -= self._add_piece(head, budget, plan)
@@ -267,13 +268,9 @@ class Scheduler:
                 budget -= self._add_piece(prefilling.popleft(), budget, plan)
             else:
                 break
+        if plan.pieces:
+            self._turns.chunk_planned(begun, len(prefilling))
         self.pace.note_chunk(wanted and not blocked, plan.chunk_tokens)
-
-    def _goes_first(self, admitted: Sequence, head: Sequence) -> bool:
-        """Whether an admitted sequence goes on before a waiting one begins."""
-        if admitted.level != head.level or admitted.tenant == head.tenant:
-            return admitted.level <= head.level
-        return self.waiting.service(admitted) <= self.waiting.service(head)
 
     def _resume(self, plan: StepPlan, now: float) -> None:
         """Sequences whose pages wait in host memory decode on, if it is their turn."""
@@ -308,7 +305,6 @@ class Scheduler:
         sequence.waited = now - sequence.entered
         self._admissions += 1
         sequence.admission, sequence.tokens_then = self._admissions, len(sequence.tokens)
-        self.waiting.charge(sequence, len(sequence.tokens) - sequence.num_computed_tokens)
         bisect.insort(self.running, sequence, key=_urgency)
         plan.admitted.append(sequence)
         return True
@@ -331,6 +327,7 @@ class Scheduler:
         last = start + length == sequence.prefill_target
         plan.pieces.append(Piece(sequence, start, length, last))
         sequence.num_computed_tokens += length
+        self.waiting.charge(sequence, length)
         if last:
             sequence.num_in_flight += 1
             self._let_decode(sequence)
@@ -354,8 +351,9 @@ class Scheduler:
     def _publish_output(self, sequence: Sequence) -> None:
         """What it has computed since its prompt, when it takes a page or gives them all up: who
         begins with a whole output comes later than that."""
-        # The row may have ended with the last token, and a step after it computes nothing.
-        self._publish(sequence, min(len(sequence.tokens) - 1, sequence.num_computed_tokens))
+        # Of a token that ended it nothing is computed, though a step for it may have been planned.
+        known = len(sequence.tokens) - sequence.finished
+        self._publish(sequence, min(known, sequence.num_computed_tokens))
 
     def _pages_on_their_way(self) -> bool:
         """Whether a step in flight brings some back when it is read."""

@@ -175,6 +175,8 @@ class WaitingQueue:
         `running` are those that run, the most urgent first. No more of the batch class rise above
         it than there are `batch_slots` for; None: all may.
         """
+        if len(self._service) > self._most_accounts:
+            self._forget_accounts(running)
         left = MOST_RISES
         for number in self._order[::-1]:
             above = self._above(number, running)
@@ -216,8 +218,9 @@ class WaitingQueue:
         """Prompt tokens of all that wait."""
         return sum(level.tokens for level in list(self._levels.values()))
 
-    def ahead_of(self, sequence: Sequence) -> tuple[float, float]:
-        """How many sequences, with how many prompt tokens to compute, go before one that came now.
+    def ahead_of(self, sequence: Sequence, running: Running = ()) -> tuple[float, float]:
+        """How many sequences, with how many prompt tokens to compute, go before one that came now,
+        what is left of the prompts of those that run among them.
 
         Of other lines at its level, as much as their share is while its own line is served.
         """
@@ -226,10 +229,16 @@ class WaitingQueue:
         count = float(sum(self._levels[number].size for number in above))
         lines = (line for number in above for line in self._levels[number].queued.values())
         tokens = float(sum(theirs for _, theirs in lines))
-        if level is None:
-            return count, tokens
-        own = level.queued.get(line, (0, 0))[1] + sequence.to_compute
-        for other, (waiting, theirs) in level.queued.items():
+        beside = {} if level is None else dict(level.queued)
+        for other_one in running:
+            left = other_one.prefill_target - other_one.num_computed_tokens
+            if left > 0 and other_one.level < sequence.level:
+                tokens += left
+            elif left > 0 and other_one.level == sequence.level:
+                waiting, theirs = beside.get(_line_of(other_one), (0, 0))
+                beside[_line_of(other_one)] = waiting, theirs + left
+        own = beside.get(line, (0, 0))[1] + sequence.to_compute
+        for other, (waiting, theirs) in beside.items():
             served = own * self._share(other) / self._share(line)
             part = 1.0 if other == line else min(1.0, served / theirs)  # each has one at least
             count, tokens = count + part * waiting, tokens + part * theirs
@@ -245,12 +254,13 @@ class WaitingQueue:
     def charge(self, sequence: Sequence, tokens: int) -> None:
         """Enter tokens that are computed for a sequence into its line's account."""
         line, level = _line_of(sequence), self._levels.get(sequence.level)
-        share = self._share(line)
-        self._service[line] = self._service.get(line, self._clock) + tokens / share
+        share, before = self._share(line), self.service(sequence)
         # Those who wait beside it wait for their part of it, whoever else may come.
         self._clock += tokens / (share if level is None else max(share, level.share))
-        if len(self._service) > self._most_accounts:
-            self._forget_accounts()
+        served = before + tokens / share
+        # Of a line whose last one runs, each part of the prompt comes as a newcomer would.
+        waits = level is not None and line in level.queued
+        self._service[line] = served if waits else max(served, self._clock)
 
     def _share(self, line: _Line) -> float:
         return 1.0 if line == _RISEN else self._weights.get(line[1], 1.0)
@@ -259,13 +269,14 @@ class WaitingQueue:
         """Tokens computed for a sequence's line by its share, counted from when it came."""
         return self._service.get(_line_of(sequence), self._clock)
 
-    def _forget_accounts(self) -> None:
+    def _forget_accounts(self, running: Running) -> None:
         """Who is not ahead of the queue's clock would start at it anyway."""
-        waiting = {line for level in self._levels.values() for line in level.lines}
+        busy = {line for level in self._levels.values() for line in level.lines}
+        busy |= {_line_of(sequence) for sequence in running}
         self._service = {
             line: served
             for line, served in self._service.items()
-            if line in waiting or served > self._clock
+            if line in busy or served > self._clock
         }
         self._most_accounts = 2 * max(MOST_ACCOUNTS, len(self._service))
 

@@ -163,7 +163,7 @@ def test_every_flag_of_the_command_line_is_an_option_or_leads_to_one():
     ("option", "says"),
     [
         ({"tenant_weights": {"a": 2.0}}, "give .tenant, share. pairs"),
-        ({"tenant_weights": (("a", 0.0),)}, "must be above 0"),
+        ({"tenant_weights": (("a", 0.0),)}, "must be from 0.001 to 1000"),
         ({"batch_priority": 5000}, "from -1000 to 1001"),
     ],
 )

@@ -141,6 +141,20 @@ def test_a_crowd_of_one_tenant_makes_no_other_tenants_request_late():
     run.drain()
 
 
+@pytest.mark.parametrize("long", [LOW, Scheduling(tenant="other")])
+def test_a_long_prompt_that_runs_makes_late_only_who_comes_after_it(long):
+    run = harness(401, slots=4)
+    run.submit([1] * 64, 5)
+    run.drain()  # a second for a chunk of 16 tokens
+    run.submit([2] * 180, 4, scheduling=long)
+    run.step()
+    soon = run.submit([3] * 8, 4, timeout=5.0)
+    own = run.submit([3] * 8, 4, timeout=5.0, scheduling=long)
+    assert steps_to_first_token(run, soon) <= 4
+    assert run.ends[own] is FinishReason.LATE
+    run.drain()
+
+
 def test_losing_a_slot_again_and_again_is_no_thrash():
     """Pages are plenty: keeping more of them free would only run fewer sequences."""
     run = harness(401, slots=4)
@@ -153,4 +167,22 @@ def test_losing_a_slot_again_and_again_is_no_thrash():
         run.step()
     assert run.engine.counters.preemptions > 10
     assert run.engine.counters.thrashes == 0 and run.scheduler.thrash.extra == 0.0
+    run.drain()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_full_page_is_found_as_soon_as_its_sequence_takes_the_next(overlap):
+    """Who is preempted for want of a page has just filled its last one, and computes none again."""
+    run = harness(7, overlap)
+    run.submit([1, 2, 3, 4], 16)
+    run.submit([5, 6, 7, 8], 16)
+    while not run.scheduler.preemptions:
+        run.step()
+    (waits,) = run.scheduler.waiting
+    full = waits.num_computed_tokens // 4
+    assert full == 3 and waits.num_published == full
+    (runs,) = run.scheduler.running
+    while len(runs.pages[0]) == full:
+        run.step()
+    assert runs.num_published == full
     run.drain()

@@ -7,6 +7,7 @@ import random
 import pytest
 from fakes import Harness, scheduler_limits
 
+from jaxinfer.chunk_turns import MOST_PASSED_OVER
 from jaxinfer.policy import SchedulerPolicy
 from jaxinfer.request import FinishReason, Scheduling
 
@@ -57,6 +58,34 @@ def test_who_is_preempted_over_and_over_rises_by_the_time_it_waited_in_all(promp
     assert run.ends[low] is FinishReason.LENGTH
     assert run.engine.counters.preemptions > 1
     run.drain()
+
+
+def test_a_long_prompt_of_one_tenant_leaves_others_their_turns():
+    """A chunk of theirs after a chunk of its own, whether they come to wait or run already."""
+    run = harness(4, 200, longest=400)
+    long = run.submit([1] * 320, 4, scheduling=Scheduling(tenant="long"))
+    run.step()
+    short = run.submit([2] * 8, 4, scheduling=Scheduling(tenant="short"))
+    middle = run.submit([3] * 60, 4, scheduling=Scheduling(tenant="middle"))
+    for _ in range(5):
+        run.step()
+    assert run.outputs[short]
+    again = run.submit([4] * 8, 4, scheduling=Scheduling(tenant="short"))
+    for _ in range(10):
+        run.step()
+    assert run.outputs[again] and run.outputs[middle] and not run.outputs[long]
+    run.drain()
+
+
+def test_newcomers_keep_no_prompt_in_progress_from_going_on():
+    """More prompts of tenants that nobody knew than can be computed."""
+    run = harness(32, 800, longest=400, prefix_cache=False)
+    long = run.submit([1] * 320, 4, scheduling=Scheduling(tenant="long"))
+    for i in range(20 * (MOST_PASSED_OVER + 1) + 5):
+        for j in range(1 + i % 2):
+            run.submit([i % 50] * 16, 2, scheduling=Scheduling(tenant=f"{i} {j}"))
+        run.step()
+    assert run.outputs[long]
 
 
 def test_interactive_requests_that_rose_keep_no_batch_request_from_rising():

@@ -129,6 +129,11 @@ def test_of_other_tenants_as_much_goes_before_as_their_share():
     fill(queue, sequence("few0", 0, "few", 80))
     assert queue.ahead_of(sequence("few1", 0, "few", 80)) == (1 + 4 + 1, 7 + 160 + 80)
     assert queue.ahead_of(sequence("top", -2)) == (0, 0)
+    runs = [sequence("u", -1, tokens=9), sequence("f", 0, "few", 30), sequence("l", 3, tokens=900)]
+    for each in runs:
+        each.prefill_target, each.num_computed_tokens = each.prompt_len, 2
+    assert queue.ahead_of(sequence("few2", 0, "few", 52), runs) == (1 + 4 + 1, 7 + 160 + 80 + 35)
+    assert queue.ahead_of(sequence("top", -2), runs) == (0, 0)
 
 
 def test_however_many_rose_the_urgent_ones_have_their_turns():
@@ -166,7 +171,19 @@ def test_accounts_of_passing_tenants_are_forgotten():
     for i in range(30_000):
         fill(queue, sequence(f"{i}", 0, f"tenant{i}"))
         take(queue)
+        queue.rise(0.0)
     assert len(queue._service) <= 2 * MOST_ACCOUNTS
+
+
+def test_the_account_of_who_runs_is_kept():
+    """Its prompt has its turns whatever number of others came meanwhile."""
+    queue, runs = WaitingQueue(ageing=1e9), sequence("runs", 0, "runs", 1000)
+    queue.charge(runs, 10)
+    fill(queue, sequence("waits"))
+    for i in range(3 * MOST_ACCOUNTS):
+        queue.charge(sequence("passing", 0, f"tenant{i}"), 1)
+        queue.rise(0.0, [runs])
+    assert len(queue._service) <= 2 * MOST_ACCOUNTS + 1 and queue.service(runs) == 10
 
 
 def test_what_left_leaves_nothing_behind():
@@ -178,6 +195,7 @@ def test_what_left_leaves_nothing_behind():
         queue.push(passing, 0.0)
         queue.charge(passing, 1)
         queue.remove(passing)
+        queue.rise(0.0)
     queue.check_invariants()
     (level,) = queue._levels.values()
     assert len(level.entries) < 200 and len(level.lines) < 200 and len(level.turns) < 200

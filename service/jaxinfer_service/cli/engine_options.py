@@ -176,8 +176,8 @@ TpotTargetMs = Annotated[
     typer.Option(
         min=0,
         metavar="MS",
-        help="Most time between a running stream's tokens: prompts are computed in chunks that keep"
-        " it. 0: none.",
+        help="Largest mean time between a running stream's tokens: prompts are computed in chunks"
+        " that keep it. 0: none.",
         show_default=engine_default("tpot_target_ms"),
         rich_help_panel=_SCHEDULING,
     ),
@@ -214,7 +214,7 @@ TenantWeight = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=W",
-        help="Share of a tenant among those of one priority; repeatable.",
+        help="Share of a tenant among those of one priority, 0.001 to 1000; repeatable.",
         show_default="1 each",
         rich_help_panel=_SCHEDULING,
     ),
