@@ -109,9 +109,9 @@ class Frontend:
 
         Long texts are encoded in a thread, and chats, whose templates may take their time.
         """
-        if not is_chat(prompt) and len(prompt) < LONG_TEXT:
-            return self.text.encode(prompt, add_special_tokens)
-        return await asyncio.to_thread(self.text.encode, prompt, add_special_tokens)
+        if is_chat(prompt) or (isinstance(prompt, str) and len(prompt) >= LONG_TEXT):
+            return await asyncio.to_thread(self.text.encode, prompt, add_special_tokens)
+        return self.text.encode(prompt, add_special_tokens)
 
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids. Many are decoded in a thread. Raises RequestError."""

@@ -239,7 +239,7 @@ async def test_a_long_text_is_encoded_off_the_loop():
 
 @run
 async def test_nothing_long_keeps_the_loop_from_other_requests():
-    """Whatever is long is worked on in a thread: a text, any part of a chat, ids to decode."""
+    """Whatever may be long is worked on in a thread: long texts, any chat, ids to decode."""
     async with running(ScriptedEngine(limits=limits(max_model_len=1 << 16))) as front:
         threads = []
         for name in ("encode", "decode"):
@@ -252,14 +252,12 @@ async def test_nothing_long_keeps_the_loop_from_other_requests():
             setattr(front.text, name, watched)
         long = "x" * LONG_TEXT
         await front.encode(long)
-        await front.encode([{"role": "user", "content": long}])
-        await front.encode([{"role": long, "content": ""}])
-        await front.encode([{"role": "user", "content": ""}] * LONG_TEXT)
+        await front.encode([{"role": "user", "content": "short"}])
         await front.decode([65] * LONG_TEXT)
-        assert len(threads) == 5 and threading.main_thread() not in threads
+        assert len(threads) == 3 and threading.main_thread() not in threads
         await front.encode("x")
         await front.encode([65] * LONG_TEXT)  # ids are what they are
-        assert threads[5:] == [threading.main_thread()] * 2
+        assert threads[3:] == [threading.main_thread()] * 2
 
 
 @run

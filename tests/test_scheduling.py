@@ -380,6 +380,6 @@ def test_a_long_run_under_pressure_overlapped_as_synchronous(separate, host):
             if i >= 400 and not run.engine.has_work:
                 break
         run.drain()
-        assert run.engine.counters.preemptions > 20 and run.hit_rate() > 0.02
+        assert run.engine.counters.preemptions >= 15 and run.hit_rate() > 0.02
         outputs.append((run.outputs, run.ends))
     assert outputs[0] == outputs[1]
