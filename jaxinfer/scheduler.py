@@ -167,11 +167,13 @@ class Scheduler:
         self._complete = []
 
     def _dispatch(self, plan: StepPlan) -> None:
+        number = plan.number
         for sequence in plan.decodes:
             sequence.num_computed_tokens += 1
             sequence.num_in_flight += 1
-            sequence.last_step = plan.number
-        self._complete = [s for _, s in plan.sampled() if not s.decodes]
+            sequence.last_step = number
+        sampled = [*plan.decodes, *(piece.sequence for piece in plan.pieces if piece.last)]
+        self._complete = [s for s in sampled if s.num_computed_tokens >= s.most_tokens - 1]
         plan.page_outs, self._page_outs = self._page_outs, []
         streams = len(plan.decodes) or sum(sequence.decodes for sequence in self.running)
         plan.expected = self.pace.expect(len(plan.decodes), plan.chunk_tokens, streams)
