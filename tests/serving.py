@@ -29,7 +29,7 @@ def opened(engine, names=("fake",)) -> OpenedModel:
 
 @contextlib.asynccontextmanager
 async def serving(engine, **config):
-    """(server, client) over a scripted engine, once it is SERVING."""
+    """(server, client) over a scripted engine, once it is SERVING; `client`: how it connects."""
     async with serving_model(lambda: opened(engine), **config) as both:
         try:
             yield both
@@ -38,8 +38,9 @@ async def serving(engine, **config):
 
 
 @contextlib.asynccontextmanager
-async def serving_model(open_model, **config):
+async def serving_model(open_model, client=None, **config):
     """(server, client) once it is SERVING."""
+    scheme = "tls://" if config.get("tls") else ""
     server = Server(ServerConfig(port=0, **config), open_model)
     task = asyncio.create_task(server.run(on_signals=False))
     while not server.port:
@@ -47,9 +48,9 @@ async def serving_model(open_model, **config):
             task.result()
         await asyncio.sleep(0.01)
     try:
-        async with AsyncClient(f"127.0.0.1:{server.port}") as client:
-            await client.wait_ready(600)
-            yield server, client
+        async with AsyncClient(f"{scheme}127.0.0.1:{server.port}", **client or {}) as caller:
+            await caller.wait_ready(600)
+            yield server, caller
     finally:
         server.shut_down()
         server.shut_down()

@@ -23,16 +23,12 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+from jaxinfer_service.channel import Connection
 from jaxinfer_service.pb.jaxinfer.v1 import control_pb2_grpc, inference_pb2_grpc
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
-_OPTIONS = (
-    ("grpc.max_receive_message_length", -1),  # logprobs of a long output are large
-    ("grpc.keepalive_time_ms", 30_000),  # notice a server that vanished during a silent prefill
-    ("grpc.keepalive_timeout_ms", 10_000),
-)
 READY_SECONDS = 600.0  # a first start fetches, converts and compiles
 _POLL_SECONDS = 0.2
 _CHECK_SECONDS = 2.0  # a server that is compiling may take its time to answer
@@ -87,11 +83,14 @@ def violations(error: grpc.RpcError) -> dict[str, str]:
 
 
 class Client:
-    """Blocking calls to one server, e.g. "localhost:50051". A context manager."""
+    """Blocking calls to one server, e.g. "localhost:50051". A context manager.
 
-    def __init__(self, target: str):
+    Keywords are the fields of `Connection`: `api_key`, and files for TLS.
+    """
+
+    def __init__(self, target: str, **how: Any):
         self.target = target
-        self.channel = grpc.insecure_channel(target, options=_OPTIONS)
+        self.channel = Connection(target, **how).channel()
         self.stub = inference_pb2_grpc.InferenceStub(self.channel)
         self.control = control_pb2_grpc.ControlStub(self.channel)
         self._health = health_pb2_grpc.HealthStub(self.channel)
@@ -148,9 +147,9 @@ class Client:
 class AsyncClient:
     """As `Client`, for asyncio. An async context manager."""
 
-    def __init__(self, target: str):
+    def __init__(self, target: str, **how: Any):
         self.target = target
-        self.channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
+        self.channel = Connection(target, **how).aio_channel()
         self.stub: Any = inference_pb2_grpc.InferenceStub(self.channel)
         self.control: Any = control_pb2_grpc.ControlStub(self.channel)
         self._health: Any = health_pb2_grpc.HealthStub(self.channel)

@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -26,12 +26,15 @@ from grpc_reflection.v1alpha import reflection
 
 from jaxinfer.frontend import Frontend
 from jaxinfer_service import control, servicer
+from jaxinfer_service.access import Access
 from jaxinfer_service.control import ControlService
+from jaxinfer_service.guard import GrpcGuard, HttpGuard
 from jaxinfer_service.http.app import HttpFront
 from jaxinfer_service.http.server import HttpServer
 from jaxinfer_service.metrics.histograms import Histograms
 from jaxinfer_service.model import OpenedModel, ServedModel
 from jaxinfer_service.servicer import InferenceService
+from jaxinfer_service.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,8 @@ class ServerConfig:
         host, port: port 0 takes a free one.
         http_port: of the OpenAI-compatible front, 0 for a free one; None for no such front.
         metrics_prefix: how the names of its metrics begin.
+        access: who may call; its keys are read again on SIGHUP.
+        tls: the certificate of both ports; None for neither.
         drain_timeout: seconds that running requests have to finish after SIGTERM.
         stall_limit: seconds without a step, while there is work, that count as a stall.
     """
@@ -74,6 +79,8 @@ class ServerConfig:
     port: int = 50051
     http_port: int | None = None
     metrics_prefix: str = "jaxinfer"
+    access: Access = field(default_factory=Access)
+    tls: Tls | None = None
     drain_timeout: float = 30.0
     stall_limit: float = 60.0
 
@@ -113,8 +120,10 @@ class Server:
         if http is not None:
             http.start()
         if on_signals:
+            loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
-                asyncio.get_running_loop().add_signal_handler(number, self.shut_down)
+                loop.add_signal_handler(number, self.shut_down)
+            loop.add_signal_handler(signal.SIGHUP, self.config.access.reload)
         try:
             opened = await self._load()
             if opened is None:
@@ -132,17 +141,22 @@ class Server:
         if self.config.http_port is None:
             return None
         listener = listen(self.config.host, self.config.http_port, "--http-port")
-        http = HttpServer(self._http.app, listener)
+        app = HttpGuard(self._http.app, self.config.access)
+        http = HttpServer(app, listener, self.config.tls)
         self.http_port = http.port
         return http
 
     def _bind(self) -> grpc.aio.Server:
         host, port = self.config.host, self.config.port
         check_listen(host, port)
-        server = grpc.aio.server(options=_OPTIONS)
+        guard = GrpcGuard(self.config.access)
+        server = grpc.aio.server(options=_OPTIONS, interceptors=[guard])
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            self.port = server.add_insecure_port(address)
+            if self.config.tls is None:
+                self.port = server.add_insecure_port(address)
+            else:
+                self.port = server.add_secure_port(address, self.config.tls.credentials())
         except RuntimeError as error:  # taken since it was checked
             raise ListenError(f"cannot listen on {address}: {error}") from error
         server.add_generic_rpc_handlers((self._service.handler(), self._control.handler()))

@@ -13,6 +13,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from jaxinfer.request import EngineStoppedError, FinishReason, QueueFullError, RequestError
 from jaxinfer.text import Finish
+from jaxinfer_service.access import ForbiddenError, TooManyError, UnauthenticatedError
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,9 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     RequestAbortedError: grpc.StatusCode.ABORTED,
     RequestFailedError: grpc.StatusCode.INTERNAL,
+    UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    ForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
+    TooManyError: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 
 
@@ -87,7 +91,7 @@ async def abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
         packed.Pack(details)
         status = status_pb2.Status(code=_number(code), message=message, details=[packed])
         trailers.append(("grpc-status-details-bin", status.SerializeToString()))
-    if isinstance(error, QueueFullError):
+    if isinstance(error, QueueFullError | TooManyError):
         trailers.append(("grpc-retry-pushback-ms", str(math.ceil(error.retry_after * 1000))))
     await context.abort(code, message, tuple(trailers))
 
@@ -95,7 +99,7 @@ async def abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
 def _details(error: Exception) -> Message | None:
     if isinstance(error, RequestError):
         return _bad_request(error)
-    if isinstance(error, QueueFullError):
+    if isinstance(error, QueueFullError | TooManyError):
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(math.ceil(error.retry_after * 1e9))
         return error_details_pb2.RetryInfo(retry_delay=delay)

@@ -18,6 +18,7 @@ from jaxinfer.request import (
     Violation,
 )
 from jaxinfer.text import Delta, Finish, Prompt
+from jaxinfer_service.access import tenant_of
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
 
 _SCALARS = (
@@ -107,7 +108,8 @@ def params_of(sampling: pb.Sampling) -> dict[str, Any]:
 
 
 def scheduling_of(request: pb.GenerateRequest) -> Scheduling:
-    return Scheduling(request.priority, request.tenant, request.cache_salt)
+    """Raises ForbiddenError for a tenant that the caller's key is not of."""
+    return Scheduling(request.priority, tenant_of(request.tenant), request.cache_salt)
 
 
 def fill(message: pb.GenerateResponse | pb.GenerateChunk | pb.Sample, delta: Delta) -> None:

@@ -16,6 +16,7 @@ from jaxinfer_service import version
 from jaxinfer_service.cli.chat import chat
 from jaxinfer_service.cli.checkpoint import convert, inspect
 from jaxinfer_service.cli.generate import generate
+from jaxinfer_service.cli.keys import make_key
 from jaxinfer_service.cli.options import Command
 from jaxinfer_service.cli.serve import serve
 from jaxinfer_service.cli.top import top
@@ -34,6 +35,7 @@ _RUN, _WATCH, _CHECKPOINTS, _MEASURE = "Run a model", "Watch", "Checkpoints", "M
 app.command(rich_help_panel=_RUN, cls=Command)(serve)
 app.command(rich_help_panel=_RUN, cls=Command)(generate)
 app.command(rich_help_panel=_RUN, cls=Command)(chat)
+app.command(rich_help_panel=_RUN, cls=Command)(make_key)
 app.command(rich_help_panel=_WATCH, cls=Command)(top)
 app.command(rich_help_panel=_CHECKPOINTS, cls=Command)(convert)
 app.command(rich_help_panel=_CHECKPOINTS, cls=Command)(inspect)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxinfer.generation import TextOptions
     from jaxinfer_service.model import OpenedModel
     from jaxinfer_service.server import ServerConfig
+    from jaxinfer_service.tls import Tls
 
 _SERVER = "Server"
 
@@ -53,6 +54,29 @@ def serve(
             metavar="NAME",
             help="Name that requests use; repeatable.",
             show_default="MODEL's",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Callers need one of its keys; see make-key. Read again on SIGHUP.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Certificate, PEM.", rich_help_panel=_SERVER),
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Its key, PEM.", rich_help_panel=_SERVER)
+    ] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Clients need a certificate that it signed.",
             rich_help_panel=_SERVER,
         ),
     ] = None,
@@ -114,6 +138,7 @@ def serve(
     """Serve MODEL over gRPC and HTTP (OpenAI's API) until SIGTERM or Ctrl-C."""
     console.set_up_logging(log_level, log_format)
     from jaxinfer.generation import TextOptions
+    from jaxinfer_service.access import Access
     from jaxinfer_service.server import ServerConfig
 
     engine = engine_options.engine_config(
@@ -148,6 +173,8 @@ def serve(
             port=port,
             http_port=http_port if http else None,
             metrics_prefix=metrics_prefix,
+            access=Access(api_keys),
+            tls=_tls(tls_cert, tls_key, tls_client_ca),
             drain_timeout=drain_timeout,
             stall_limit=stall_timeout,
         )
@@ -156,6 +183,16 @@ def serve(
         console.fail(error)
     if not loaded:
         os._exit(0)  # loading cannot be interrupted, and nothing is lost
+
+
+def _tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> Tls | None:
+    from jaxinfer_service.tls import Tls
+
+    if cert is None and key is None and client_ca is None:
+        return None
+    if cert is None or key is None:
+        raise ValueError("TLS needs both --tls-cert and --tls-key")
+    return Tls(cert, key, client_ca)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from jaxinfer.request import EngineStoppedError, QueueFullError, RequestError
 from jaxinfer_service import status
+from jaxinfer_service.access import ForbiddenError, TooManyError, UnauthenticatedError
 from jaxinfer_service.http.schema import RENAMED
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,9 @@ _KINDS: dict[type[Exception], Kind] = {
     status.ModelNotFoundError: Kind(404, "invalid_request_error", "model_not_found"),
     status.CallNotFoundError: Kind(404, "invalid_request_error"),
     QueueFullError: Kind(429, "rate_limit_error", "queue_full"),
+    UnauthenticatedError: Kind(401, "authentication_error", "invalid_api_key"),
+    ForbiddenError: Kind(403, "permission_error"),
+    TooManyError: Kind(429, "rate_limit_error", "rate_limit_exceeded"),
     EngineStoppedError: Kind(503, "service_unavailable_error"),
     status.DeadlineError: Kind(504, "timeout_error", "deadline_exceeded"),
     status.RequestAbortedError: Kind(409, "aborted_error"),

@@ -16,6 +16,7 @@ from jaxinfer.request import Scheduling
 from jaxinfer.stream import Stream
 from jaxinfer.text import Delta, Prompt
 from jaxinfer_service import status
+from jaxinfer_service.access import tenant_of
 from jaxinfer_service.http import errors
 from jaxinfer_service.http.answers import Call, Shape, usage
 from jaxinfer_service.http.schema import Sampling
@@ -37,7 +38,7 @@ class Ask:
     async def submit(self) -> Stream:
         """Start it. Raises RequestError, QueueFullError or EngineStoppedError."""
         body = self.body
-        scheduling = Scheduling(body.priority, body.tenant, body.cache_salt or "")
+        scheduling = Scheduling(body.priority, tenant_of(body.tenant), body.cache_salt or "")
         frontend = self.model.frontend
         return await frontend.submit(self.prompt, self.params, scheduling=scheduling)
 

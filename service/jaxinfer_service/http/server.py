@@ -8,7 +8,9 @@ import socket
 from collections.abc import Generator
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from jaxinfer_service.tls import Tls
 
 GRACE = 5  # seconds for answers that are being written when the server stops
 
@@ -24,7 +26,7 @@ class _Quiet(uvicorn.Server):
 class HttpServer:
     """An app on a socket that is bound already."""
 
-    def __init__(self, app: FastAPI, listener: socket.socket):
+    def __init__(self, app: ASGIApp, listener: socket.socket, tls: Tls | None = None):
         self.port: int = listener.getsockname()[1]
         config = uvicorn.Config(
             app,
@@ -33,6 +35,7 @@ class HttpServer:
             lifespan="off",
             timeout_graceful_shutdown=GRACE,
             server_header=False,
+            **(tls.for_http() if tls else {}),
         )
         self._server, self._listener = _Quiet(config), listener
         self._task: asyncio.Task[None] | None = None

@@ -1,0 +1,99 @@
+"""How a client reaches a server: the address, TLS, and its API key."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+KEY_VARIABLE = "JAXINFER_API_KEY"
+TLS_SCHEME = "tls://"
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),  # logprobs of a long output are large
+    ("grpc.keepalive_time_ms", 30_000),  # notice a server that vanished during a silent prefill
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """Where a server is and how it is spoken to.
+
+    Attributes:
+        target: HOST:PORT, or tls://HOST:PORT for TLS.
+        api_key: sent with every call; None takes the environment's JAXINFER_API_KEY, if any.
+        ca: file of the certificates to trust, instead of the system's.
+        cert, key: files of the client's own certificate, for servers that ask for one.
+    """
+
+    target: str
+    api_key: str | None = None
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    def channel(self) -> grpc.Channel:
+        """A channel for blocking calls."""
+        address, credentials = self._parts()
+        if credentials is None:
+            channel = grpc.insecure_channel(address, options=_OPTIONS)
+        else:
+            channel = grpc.secure_channel(address, credentials, options=_OPTIONS)
+        key = self._key()
+        return grpc.intercept_channel(channel, _KeySender(key)) if key else channel
+
+    def aio_channel(self) -> grpc.aio.Channel:
+        """A channel for asyncio."""
+        address, credentials = self._parts()
+        key = self._key()
+        senders = [_UnarySender(key), _StreamSender(key)] if key else []
+        if credentials is None:
+            return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=senders)
+        return grpc.aio.secure_channel(address, credentials, options=_OPTIONS, interceptors=senders)
+
+    def _key(self) -> str | None:
+        return self.api_key or os.environ.get(KEY_VARIABLE)
+
+    def _parts(self) -> tuple[str, grpc.ChannelCredentials | None]:
+        if not self.target.startswith(TLS_SCHEME):
+            if self.ca or self.cert or self.key:
+                raise ValueError(f"certificates are given, but {self.target!r} has no {TLS_SCHEME}")
+            return self.target, None
+        read = [file.read_bytes() if file else None for file in (self.ca, self.key, self.cert)]
+        return self.target.removeprefix(TLS_SCHEME), grpc.ssl_channel_credentials(*read)
+
+
+def _with_key(details: Any, key: str) -> Any:
+    metadata = [*(details.metadata or ()), ("authorization", f"Bearer {key}")]
+    return details._replace(metadata=metadata)
+
+
+class _KeySender(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    def __init__(self, key: str):
+        self._key = key
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        return continuation(_with_key(details, self._key), request)
+
+    def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        return continuation(_with_key(details, self._key), request)
+
+
+class _UnarySender(grpc.aio.UnaryUnaryClientInterceptor):
+    def __init__(self, key: str):
+        self._key = key
+
+    async def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        return await continuation(_with_key(details, self._key), request)
+
+
+class _StreamSender(grpc.aio.UnaryStreamClientInterceptor):
+    def __init__(self, key: str):
+        self._key = key
+
+    async def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
+        return await continuation(_with_key(details, self._key), request)

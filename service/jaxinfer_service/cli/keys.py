@@ -1,0 +1,32 @@
+"""`jaxinfer make-key`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from jaxinfer_service.cli import console
+
+
+def make_key(
+    name: Annotated[str, typer.Argument(help="Whose it is; logs and refusals say it.")],
+    role: Annotated[
+        str, typer.Option(metavar="ROLE", help="inference, or admin, which may do all.")
+    ] = "inference",
+    tenant: Annotated[str, typer.Option(help="Its requests are this tenant's.")] = "",
+) -> None:
+    """Make an API key: the entry for --api-keys to stdout, the key itself to stderr, once."""
+    import yaml
+
+    from jaxinfer_service.access import Key
+    from jaxinfer_service.access import make_key as new
+
+    key, digest = new()
+    try:
+        entry = Key(name=name, sha256=digest, roles=(role,), tenant=tenant)  # type: ignore[arg-type]
+    except ValueError as error:
+        console.fail(error)
+    shown = entry.model_dump(exclude_defaults=True) | {"roles": list(entry.roles)}
+    typer.echo(yaml.safe_dump({"keys": [shown]}, sort_keys=False), nl=False)
+    typer.echo(f"the key, which is stored nowhere: {key}", err=True)
