@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.config import EngineConfig, MlaConfig, ModelConfig, RopeConfig
+from jaxinfer.config import EngineConfig, MlaConfig, ModelConfig
 from jaxinfer.gpu_check.target import GpuTarget, devices
+from jaxinfer.known_models import known_model
 from jaxinfer.kv_pool import abstract_pools, pages_for
 from jaxinfer.memory_plan import plan_memory
 from jaxinfer.models import family_of
@@ -24,18 +25,7 @@ from jaxinfer.step_model import StepModel
 from jaxinfer.step_plan import StepShape
 from pallas_kernels.paged_attention import choose_body
 
-LLAMA_3_8B = ModelConfig(
-    family="llama",
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position=8192,
-    rope=RopeConfig(theta=500000.0),
-)
+LLAMA_3_8B = known_model("llama-3-8b")
 LATENT = ModelConfig(  # latent attention, of the shape of DeepSeek V2 Lite, and no experts
     family="deepseek_v2",
     vocab_size=102400,

@@ -9,6 +9,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxinfer.platform import allocator_fraction
+from jaxinfer.roofline.devices import DEVICES
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +63,28 @@ class GpuTarget:
         """
 
 
+def _target(
+    name: str,
+    compute_capability: tuple[int, int],
+    cores: int,
+    fpus_per_core: int,
+    clock: float,
+    l2_cache: int,
+    shared_memory_per_core: int,
+) -> GpuTarget:
+    """What the compiler asks beside what `roofline.devices` knows of that device."""
+    device = DEVICES[name]
+    figures = (compute_capability, cores, fpus_per_core, clock)
+    memory = (device.memory, int(device.memory_bandwidth), l2_cache, shared_memory_per_core)
+    return GpuTarget(device.name, *figures, *memory)
+
+
 TARGETS = {
-    "h200": GpuTarget(
-        "NVIDIA H200", (9, 0), 132, 128, 1.98, 139 << 30, 4_800_000_000_000, 50 << 20, 228 << 10
-    ),
-    "h100": GpuTarget(
-        "NVIDIA H100 SXM", (9, 0), 132, 128, 1.98, 79 << 30, 3_350_000_000_000, 50 << 20, 228 << 10
-    ),
-    "b200": GpuTarget(
-        "NVIDIA B200", (10, 0), 148, 128, 1.965, 178 << 30, 8_000_000_000_000, 126 << 20, 228 << 10
-    ),
-    "l40": GpuTarget(
-        "NVIDIA L40", (8, 9), 142, 128, 2.49, 44 << 30, 864_000_000_000, 96 << 20, 100 << 10
-    ),
-    "a100": GpuTarget(
-        "NVIDIA A100 SXM", (8, 0), 108, 64, 1.41, 79 << 30, 2_039_000_000_000, 40 << 20, 164 << 10
-    ),
+    "h200": _target("h200", (9, 0), 132, 128, 1.98, 50 << 20, 228 << 10),
+    "h100": _target("h100", (9, 0), 132, 128, 1.98, 50 << 20, 228 << 10),
+    "b200": _target("b200", (10, 0), 148, 128, 1.965, 126 << 20, 228 << 10),
+    "l40": _target("l40", (8, 9), 142, 128, 2.49, 96 << 20, 100 << 10),
+    "a100": _target("a100", (8, 0), 108, 64, 1.41, 40 << 20, 164 << 10),
 }
 
 

@@ -18,6 +18,7 @@ from jaxinfer_service.cli.checkpoint import convert, inspect
 from jaxinfer_service.cli.generate import generate
 from jaxinfer_service.cli.keys import make_key
 from jaxinfer_service.cli.options import Command
+from jaxinfer_service.cli.plan import plan
 from jaxinfer_service.cli.serve import serve
 from jaxinfer_service.cli.top import top
 
@@ -39,6 +40,7 @@ app.command(rich_help_panel=_RUN, cls=Command)(make_key)
 app.command(rich_help_panel=_WATCH, cls=Command)(top)
 app.command(rich_help_panel=_CHECKPOINTS, cls=Command)(convert)
 app.command(rich_help_panel=_CHECKPOINTS, cls=Command)(inspect)
+app.command(rich_help_panel=_MEASURE, cls=Command)(plan)
 
 
 class _BenchGroup(TyperGroup):
