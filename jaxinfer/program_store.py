@@ -95,11 +95,11 @@ def describe_arrays(tree: Any) -> str:
 
 @functools.cache
 def _code_digest() -> str:
-    """A hash of the source files that programs are traced from."""
+    """A hash of what programs are traced from: the source, and the kernels' table of sizes."""
     digest = hashlib.sha256()
     for package in _SOURCES:
         root = Path(__file__).parent.parent / package
-        for file in sorted(root.rglob("*.py")):
+        for file in sorted([*root.rglob("*.py"), *root.rglob("*.json")]):
             digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
     return digest.hexdigest()
 

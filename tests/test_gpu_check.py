@@ -123,7 +123,8 @@ def test_a_failed_program_is_named_and_sets_the_exit_status(monkeypatch, capsys)
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"device": "t4"}, "--device is one of h200"),
+        ({"target": "t4"}, "--target is one of h200"),
+        ({"dry_run": True}, "--dry-run goes with --device"),
         ({"gpus": [3]}, "--gpus is 1 or 8"),
         ({"program": ["forward 3+3"]}, "no such program; known: forward 64+0"),
     ],

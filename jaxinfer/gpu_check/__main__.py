@@ -12,12 +12,12 @@ from jaxinfer.gpu_check.target import TARGETS
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=TARGETS, required=True)
+    parser.add_argument("--target", choices=TARGETS, required=True)
     parser.add_argument("--ways", type=int, required=True)
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--program", required=True)
     args = parser.parse_args()
-    plan = make_plan(TARGETS[args.device], args.ways, args.layers, model_of(args.program))
+    plan = make_plan(TARGETS[args.target], args.ways, args.layers, model_of(args.program))
     program = plan.programs[args.program]
     result = examine(program, plan.expectation(program), plan.model.mesh)
     print(json.dumps(result.to_json()))

@@ -19,6 +19,7 @@ from rich.table import Table
 from jaxinfer.gpu_check import kernel_report
 from jaxinfer.gpu_check.cases import FEW_LAYERS, PROGRAMS, model_of
 from jaxinfer.gpu_check.checks import Result
+from jaxinfer.gpu_check.on_device.command import run_on_device
 from jaxinfer.gpu_check.target import TARGETS, environment
 
 TIMEOUT = 900  # seconds for one program
@@ -30,14 +31,14 @@ INSTALL = "the compiler for GPUs is not installed; run: pip install '.[gpu-check
 class Job:
     """One program to compile in a process of its own."""
 
-    device: str
+    target: str
     ways: int
     layers: int
     program: str
 
     def command(self) -> list[str]:
         return [
-            *(sys.executable, "-m", "jaxinfer.gpu_check", "--device", self.device),
+            *(sys.executable, "-m", "jaxinfer.gpu_check", "--target", self.target),
             *("--ways", str(self.ways), "--layers", str(self.layers), "--program", self.program),
         ]
 
@@ -65,7 +66,7 @@ def run(program: str, command: list[str]) -> Result:
 
 def main(
     full: Annotated[bool, typer.Option(help="All layers of the model, not a few.")] = False,
-    device: Annotated[str, typer.Option(help=f"One of {', '.join(TARGETS)}.")] = "h200",
+    target: Annotated[str, typer.Option(help=f"One of {', '.join(TARGETS)}.")] = "h200",
     gpus: Annotated[list[int] | None, typer.Option(help="1, 8; default both.")] = None,
     program: Annotated[
         list[str] | None, typer.Option(help="Only these, e.g. 'forward 64+0'.")
@@ -78,22 +79,45 @@ def main(
     record: Annotated[
         bool, typer.Option(help="With --kernels: write their figures into docs/kernels.md.")
     ] = False,
+    device: Annotated[
+        bool, typer.Option("--device", help="Run on the GPU at hand: results, times, block sizes.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --device: the same without a GPU, in small.")
+    ] = False,
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="With --device: where the report goes.")
+    ] = Path("gpu-check"),
+    minutes: Annotated[
+        float | None, typer.Option(min=0.1, help="With --device: 8; 60 for a dry run.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="WORD", help="With --device: tasks named so.")
+    ] = None,
 ) -> None:
     """Compile the step for GPUs this machine does not have, and assert on what would run.
 
-    Nothing is executed. Exit status 1 when an assertion fails, 2 when something is missing.
+    Nothing is executed, except with --device. Exit status 1 when an assertion fails, 2 when
+    something is missing.
     """
     errors = Console(stderr=True)
+    if dry_run and not device:
+        errors.print("--dry-run goes with --device")
+        raise typer.Exit(2)
+    if device and not dry_run:
+        raise typer.Exit(run_on_device(errors, out, minutes, only or (), as_json))
     if importlib.util.find_spec("jax_plugins") is None:
         errors.print(INSTALL, markup=False)
         raise typer.Exit(2)
     if kernels:
         raise typer.Exit(_check_kernels(errors, jobs, record, as_json))
-    if device not in TARGETS or not set(gpus or ()) <= set(PROGRAMS):
-        errors.print(f"--device is one of {', '.join(TARGETS)}; --gpus is 1 or 8", markup=False)
+    if target not in TARGETS or not set(gpus or ()) <= set(PROGRAMS):
+        errors.print(f"--target is one of {', '.join(TARGETS)}; --gpus is 1 or 8", markup=False)
         raise typer.Exit(2)
+    if device:
+        raise typer.Exit(run_on_device(errors, out, minutes, only or (), as_json, target))
     todo = [
-        Job(device, ways, model_of(name).num_layers if full else FEW_LAYERS, name)
+        Job(target, ways, model_of(name).num_layers if full else FEW_LAYERS, name)
         for ways in gpus or PROGRAMS
         for name in PROGRAMS[ways]
         if not program or name in program
@@ -107,9 +131,9 @@ def main(
             results.append((job, result))
             status.update(f"compiled {len(results)} of {len(todo)}: {job.program}")
     if as_json:
-        print(json.dumps({"device": device, "rows": [_row(*r) for r in results]}, indent=2))
+        print(json.dumps({"target": target, "rows": [_row(*r) for r in results]}, indent=2))
     else:
-        _print(TARGETS[device].name, results)
+        _print(TARGETS[target].name, results)
     failed = [(job, result) for job, result in results if not result.passed]
     for job, result in failed:
         where = f"{job.program} on {job.ways} GPU: "

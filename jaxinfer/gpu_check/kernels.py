@@ -57,7 +57,7 @@ def compile_all(target: str, timeout: float = 900) -> list[Kernel]:
     """
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [sys.executable, "-m", "jaxinfer.gpu_check.kernels", "--device", target, folder],
+            [sys.executable, "-m", "jaxinfer.gpu_check.kernels", "--target", target, folder],
             env=_dumping(folder),
             capture_output=True,
             text=True,
@@ -135,10 +135,10 @@ def _ptxas() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=TARGETS, required=True)
+    parser.add_argument("--target", choices=TARGETS, required=True)
     parser.add_argument("folder", type=Path, help="where XLA_FLAGS has the compiler write")
     args = parser.parse_args()
-    print(json.dumps([asdict(kernel) for kernel in _kernels(TARGETS[args.device], args.folder)]))
+    print(json.dumps([asdict(kernel) for kernel in _kernels(TARGETS[args.target], args.folder)]))
 
 
 if __name__ == "__main__":

@@ -51,6 +51,14 @@ class Pool(NamedTuple):
     v_scale: Any = None
 
 
+def shape_name(pool: Pool, group: int, value_dim: int, window: int | None) -> str:
+    """What the best sizes of blocks depend on, in the table of measured ones."""
+    values = "" if pool.v is not None else f" latents of {value_dim}"
+    seen = "" if window is None else ", window"
+    head_dim, page_size = pool.k.shape[3], pool.k.shape[2]
+    return f"{group} of {head_dim}{values}, pages of {page_size}, {pool.k.dtype.name}{seen}"
+
+
 def parts(size: int) -> tuple[Part, ...]:
     """Powers of two that add up to a multiple of 16, the largest first."""
     found, first = [], 0

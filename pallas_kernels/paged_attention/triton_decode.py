@@ -14,9 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import tuning
 from pallas_kernels.paged_attention import triton_blocks as blocks
 from pallas_kernels.paged_attention.triton_blocks import Options, Pool
+from pallas_kernels.tuning import Tiling
 
+TUNED = "attention, decode, triton"  # its name in the table of measured sizes
 WIDE = 256  # dimensions of a value from which on blocks are smaller
 MOST_SPLITS = 16
 WANTED_PROGRAMS = 264  # two for each multiprocessor of a large GPU
@@ -35,13 +38,13 @@ def paged_attention(
     window: int | None,
     soft_cap: float | None,
     interpret: bool = False,
+    tiling: Tiling | None = None,
 ) -> Float[Array, "S KV G vd"]:
     """See the package. Each row's keys are divided over as many programs as shapes alone say, so
-    its result does not depend on its neighbours."""
+    its result does not depend on its neighbours. `tiling` None: as `choose_tiling` says."""
     slots, kv_heads, group, head_dim = q.shape
-    page_size, wide = pool.k.shape[2], value_dim >= WIDE
-    rows = min(max(blocks.FEWEST, blocks.power_of_two(group)), 16 if wide else 64)
-    keys = 32 if wide else 64
+    page_size = pool.k.shape[2]
+    rows, keys, warps, stages, _ = tiling or choose_tiling(pool, group, value_dim, window)
     o = Options(head_dim, value_dim, page_size, group, rows, keys, scale, window, soft_cap)
     row_blocks, longest = pl.cdiv(group, rows), page_table.shape[1] * page_size
     heads = kv_heads * row_blocks
@@ -56,11 +59,24 @@ def paged_attention(
             jax.ShapeDtypeStruct(shape, jnp.float32),
             jax.ShapeDtypeStruct((*shape, value_dim), jnp.float32),
         ],
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="paged_attention",
     )(q, page_table, kv_lens, pool.k, *([] if pool.v is None else [pool.v]), *scales)
     return _combine(top, total, values, sinks, kv_lens, q.dtype)
+
+
+def rule(group: int, value_dim: int) -> Tiling:
+    """Sizes where none were measured."""
+    wide = value_dim >= WIDE
+    rows = min(max(blocks.FEWEST, blocks.power_of_two(group)), 16 if wide else 64)
+    return Tiling(rows, 32 if wide else 64, warps=4, stages=2)
+
+
+def choose_tiling(pool: Pool, group: int, value_dim: int, window: int | None) -> Tiling:
+    """The measured sizes for these shapes on the device at hand, else the rule's."""
+    shape = blocks.shape_name(pool, group, value_dim, window)
+    return tuning.choose(TUNED, shape, rule(group, value_dim))
 
 
 def num_splits(programs: int, longest: int) -> int:
@@ -133,5 +149,6 @@ def _combine(
 
 # By itself, to be compiled and timed; in a step it is part of that program.
 program = jax.jit(
-    paged_attention, static_argnames=("scale", "value_dim", "window", "soft_cap", "interpret")
+    paged_attention,
+    static_argnames=("scale", "value_dim", "window", "soft_cap", "interpret", "tiling"),
 )

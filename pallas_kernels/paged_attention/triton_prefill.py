@@ -12,10 +12,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import tuning
 from pallas_kernels.paged_attention import triton_blocks as blocks
 from pallas_kernels.paged_attention.reference import TILE_ROWS
 from pallas_kernels.paged_attention.triton_blocks import Options, Pool
+from pallas_kernels.tuning import Tiling
 
+TUNED = "attention, prefill, triton"  # its name in the table of measured sizes
 # By dimensions of a value, at most: query rows and keys of a block, warps, and stages of the loop.
 # The largest that no GPU spills registers for: see docs/kernels.md.
 BLOCKS = ((128, 128, 64, 8, 2), (256, 64, 16, 8, 1), (1024, 32, 32, 8, 2))
@@ -33,16 +36,12 @@ def paged_prefill(
     window: int | None,
     soft_cap: float | None,
     interpret: bool = False,
+    tiling: Tiling | None = None,
 ) -> Float[Array, "C KV G vd"]:
     """See the package. A program computes some rows of one tile and key/value head; a row is one
-    query head of one token. Rows of no tile are zero."""
+    query head of one token. Rows of no tile are zero. `tiling` None: as `choose_tiling` says."""
     chunk, kv_heads, group, head_dim = q.shape
-    most, keys, warps, stages = next(block for limit, *block in BLOCKS if value_dim <= limit)
-    rows = min(blocks.power_of_two(TILE_ROWS * group), most)
-    if pool.k_scale is not None:  # registers hold quantised keys and values twice
-        rows, keys = min(rows, 64), min(keys, 32)
-    if window is not None:  # and masks of two sides
-        keys = min(keys, 32)
+    rows, keys, warps, stages, _ = tiling or choose_tiling(pool, group, value_dim, window)
     page_size = pool.k.shape[2]
     o = Options(head_dim, value_dim, page_size, group, rows, keys, scale, window, soft_cap)
     arrays = [q, page_table, tiles]
@@ -58,6 +57,23 @@ def paged_prefill(
         interpret=interpret,
         name="paged_prefill",
     )(*arrays, out)
+
+
+def rule(group: int, value_dim: int, window: int | None, quantised: bool) -> Tiling:
+    """Sizes where none were measured."""
+    most, keys, warps, stages = next(block for limit, *block in BLOCKS if value_dim <= limit)
+    rows = min(blocks.power_of_two(TILE_ROWS * group), most)
+    if quantised:  # registers hold quantised keys and values twice
+        rows, keys = min(rows, 64), min(keys, 32)
+    if window is not None:  # and masks of two sides
+        keys = min(keys, 32)
+    return Tiling(rows, keys, warps, stages)
+
+
+def choose_tiling(pool: Pool, group: int, value_dim: int, window: int | None) -> Tiling:
+    """The measured sizes for these shapes on the device at hand, else the rule's."""
+    shape = blocks.shape_name(pool, group, value_dim, window)
+    return tuning.choose(TUNED, shape, rule(group, value_dim, window, pool.k_scale is not None))
 
 
 def _kernel(
@@ -109,5 +125,6 @@ def _kernel(
 
 # By itself, to be compiled and timed; in a step it is part of that program.
 program = jax.jit(
-    paged_prefill, static_argnames=("scale", "value_dim", "window", "soft_cap", "interpret")
+    paged_prefill,
+    static_argnames=("scale", "value_dim", "window", "soft_cap", "interpret", "tiling"),
 )

@@ -1,0 +1,281 @@
+"""Attention on a device: the shapes of `attention_kernels.ATTENTION`, checked against a dense
+reference, and timed beside others' attention."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxinfer.gpu_check.attention_kernels import ATTENTION, Attention
+from jaxinfer.gpu_check.on_device.baselines import dense_baselines
+from jaxinfer.gpu_check.on_device.registry import DeviceCase, Inputs, Purpose, Sizes
+from jaxinfer.roofline import kernels
+from jaxinfer.roofline.kernels import AttentionShape, Work
+from pallas_kernels.paged_attention import TILE_ROWS, triton_decode, triton_prefill
+from pallas_kernels.paged_attention.dispatch import PAGES
+from pallas_kernels.paged_attention.triton_blocks import FEWEST, Pool, power_of_two, shape_name
+from pallas_kernels.tuning import Tiling
+
+# `uneven`: rows of many lengths, an empty one and one of a single token among them.
+DECODE: dict[Purpose, Sizes] = {
+    "tiny": {"slots": 4, "context": 70, "uneven": 1},
+    "check": {"slots": 16, "context": 1500, "uneven": 1},
+    "time": {"slots": 64, "context": 2048, "uneven": 0},
+}
+# A chunk in pieces of `pieces` prompts, whose last tokens it holds.
+PREFILL: dict[Purpose, Sizes] = {
+    "tiny": {"chunk": 80, "context": 100, "pieces": 2},
+    "check": {"chunk": 512, "context": 1500, "pieces": 3},
+    "time": {"chunk": 4096, "context": 4096, "pieces": 1},
+}
+TOLERANCE = 2e-2  # products of 8 bits of mantissa, summed in float32
+DECODE_TARGET, PREFILL_TARGET = 0.8, 0.6
+MASKED = -1e30
+
+
+def attention_device_cases() -> Iterator[DeviceCase]:
+    """Decode and prefill for each of `ATTENTION`."""
+    for case in ATTENTION:
+        yield _case(case, "decode", DECODE, decode_tilings(case), DECODE_TARGET)
+        yield _case(case, "prefill", PREFILL, prefill_tilings(case), PREFILL_TARGET)
+
+
+def _case(
+    case: Attention,
+    phase: str,
+    sizes: dict[Purpose, Sizes],
+    tilings: tuple[Tiling, ...],
+    target: float,
+) -> DeviceCase:
+    make, run, work = {
+        "decode": (_make_decode, _run_decode, _decode_work),
+        "prefill": (_make_prefill, _run_prefill, _prefill_work),
+    }[phase]
+    kernel = triton_decode.TUNED if phase == "decode" else triton_prefill.TUNED
+    value_dim = case.value_dim or case.head_dim
+    pool = _pool(case, 1)
+    return DeviceCase(
+        kernel=kernel,
+        case=case.models,
+        sizes=sizes,
+        make=functools.partial(make, case),
+        run=functools.partial(run, case),
+        reference=functools.partial(_reference, case),
+        work=functools.partial(work, case),
+        tolerance=TOLERANCE,
+        tuned=(kernel, shape_name(pool, case.group, value_dim, case.window)),
+        tilings=tilings,
+        baselines=dense_baselines(case, phase),
+        target=target,
+        oldest=PAGES[case.pages],
+    )
+
+
+def decode_tilings(case: Attention) -> tuple[Tiling, ...]:
+    """Sizes to try in decode, beside the rule's: all query heads of a key in one block, if that is
+    not too many."""
+    rows = min(max(FEWEST, power_of_two(case.group)), 64)
+    return tuple(
+        Tiling(rows, keys, warps, stages)
+        for keys in (32, 64, 128)
+        for warps, stages in ((4, 2), (4, 3), (8, 2))
+    )
+
+
+def prefill_tilings(case: Attention) -> tuple[Tiling, ...]:
+    """Sizes to try in prefill, beside the rule's. Those that spill registers fail to compile."""
+    whole = power_of_two(TILE_ROWS * case.group)
+    return tuple(
+        Tiling(min(rows, whole), keys, warps, stages)
+        for rows, keys, warps in ((64, 32, 4), (64, 64, 4), (128, 32, 8), (128, 64, 8))
+        for stages in (2, 3)
+    )
+
+
+def _shape(case: Attention) -> AttentionShape:
+    return AttentionShape(
+        kv_heads=case.kv_heads,
+        group=case.group,
+        head_dim=case.head_dim,
+        value_dim=case.value_dim or case.head_dim,
+        page_dtype=case.pages,
+        latent=case.value_dim is not None,
+        window=case.window,
+        page_size=case.page_size,
+    )
+
+
+def _decode_work(case: Attention, sizes: Sizes) -> Work:
+    return kernels.decode_attention(_shape(case), [sizes["context"]] * sizes["slots"])
+
+
+def _prefill_work(case: Attention, sizes: Sizes) -> Work:
+    pieces = [
+        (sizes["context"] - rows, rows) for rows in _piece_rows(sizes["chunk"], sizes["pieces"])
+    ]
+    return kernels.prefill_attention(_shape(case), pieces)
+
+
+def _piece_rows(chunk: int, pieces: int) -> list[int]:
+    """Tokens of each piece, nearly as many as of another: with several they end within tiles."""
+    each = chunk // pieces - (pieces > 1)
+    return [each] * (pieces - 1) + [chunk - each * (pieces - 1)]
+
+
+def _make_decode(case: Attention, sizes: Sizes, key: Array) -> Inputs:
+    slots, context = sizes["slots"], sizes["context"]
+    keys = jax.random.split(key, 3)
+    lens = jnp.full(slots, context, jnp.int32)
+    if sizes["uneven"]:
+        lens = jax.random.randint(keys[0], (slots,), 1, context + 1)
+        lens = lens.at[jnp.arange(3)].set(jnp.array([0, 1, context]))
+    shape = (slots, case.kv_heads, case.group, case.head_dim)
+    q = jax.random.normal(keys[1], shape, jnp.float32).astype(jnp.bfloat16)
+    return {"q": q, "lens": lens} | _make_pages(case, slots, context, lens, keys[2])
+
+
+def _make_prefill(case: Attention, sizes: Sizes, key: Array) -> Inputs:
+    chunk, context = sizes["chunk"], sizes["context"]
+    q_key, page_key = jax.random.split(key)
+    rows, first, tiles = _piece_rows(chunk, sizes["pieces"]), 0, []
+    for piece, count in enumerate(rows):
+        for done in range(0, count, TILE_ROWS):
+            size = min(TILE_ROWS, count - done)
+            tiles.append((first + done, size, piece, context - count + done))
+        first += count
+    tiles.append((0, 0, 0, 0))  # padding, as a step has it
+    shape = (chunk, case.kv_heads, case.group, case.head_dim)
+    q = jax.random.normal(q_key, shape, jnp.float32).astype(jnp.bfloat16)
+    lens = jnp.full(len(rows), context, jnp.int32)
+    pages = _make_pages(case, len(rows), context, lens, page_key)
+    return {"q": q, "tiles": jnp.array(tiles, jnp.int32)} | pages
+
+
+def _make_pages(
+    case: Attention, rows: int, context: int, lens: Int[Array, " S"], key: Array
+) -> Inputs:
+    """A pool in which every row has pages of its own, anywhere, and other keys are not numbers."""
+    width = math.ceil(context / case.page_size)
+    count = rows * width + 2  # the null page, and one of nobody
+    keys = jax.random.split(key, 6)
+    order = 1 + jax.random.permutation(keys[0], count - 1)[: rows * width]
+    table = order.reshape(rows, width).astype(jnp.int32)
+    needed = jnp.arange(width)[None, :] * case.page_size < lens[:, None]
+    table = jnp.where(needed, table, 0)
+    owned = jnp.zeros(count, bool).at[table].set(True)[:, None, None]
+    pool = _pool(case, count)
+    made: Inputs = {"table": table, "v": None, "k_scale": None, "v_scale": None, "sinks": None}
+    quantised = case.pages != "bfloat16"
+    for name, own, k in zip(("k", "v"), keys[1:3], (pool.k, pool.v)):
+        if k is None:
+            continue
+        values = jax.random.normal(own, k.shape, jnp.float32)
+        # Values of pages are finite whosoever they are; so are integers, whose scales say NaN.
+        unread = quantised or name == "v" or case.value_dim is not None
+        values = jnp.where(owned[..., None] | unread, values * (30 if quantised else 1), jnp.nan)
+        made[name] = (jnp.round(values) if quantised else values).astype(k.dtype)
+    if quantised:
+        for name, own in zip(("k_scale", "v_scale"), keys[3:5]):
+            scales = jax.random.uniform(own, pool.k.shape[:3], jnp.float32, 0.02, 0.05)
+            made[name] = jnp.where(owned, scales, jnp.nan)
+    if case.sinks:
+        made["sinks"] = jax.random.normal(keys[5], (case.kv_heads, case.group), jnp.float32)
+    return made
+
+
+def _pool(case: Attention, pages: int) -> Pool:
+    """The pool's arrays, as their structs."""
+    places = (pages, case.kv_heads, case.page_size)
+    k = jax.ShapeDtypeStruct((*places, case.head_dim), jnp.dtype(case.pages))
+    return Pool(k, k if case.value_dim is None else None)
+
+
+def _how(case: Attention) -> dict[str, Any]:
+    return {
+        "scale": case.head_dim**-0.5,
+        "value_dim": case.value_dim or case.head_dim,
+        "window": case.window,
+        "soft_cap": case.soft_cap,
+    }
+
+
+def _given(inputs: Inputs) -> Pool:
+    return Pool(*(inputs[name] for name in Pool._fields))
+
+
+def _run_decode(case: Attention, inputs: Inputs, interpret: bool, tiling: Tiling | None) -> Array:
+    arrays = (inputs["q"], _given(inputs), inputs["table"], inputs["lens"], inputs["sinks"])
+    return triton_decode.paged_attention(*arrays, **_how(case), interpret=interpret, tiling=tiling)
+
+
+def _run_prefill(case: Attention, inputs: Inputs, interpret: bool, tiling: Tiling | None) -> Array:
+    arrays = (inputs["q"], _given(inputs), inputs["table"], inputs["tiles"], inputs["sinks"])
+    return triton_prefill.paged_prefill(*arrays, **_how(case), interpret=interpret, tiling=tiling)
+
+
+def _reference(case: Attention, inputs: Inputs) -> Float[Array, "T KV G vd"]:
+    """Dense attention in float32, one tile after another; a decode row is a tile of one token."""
+    q = inputs["q"]
+    tiles = inputs.get("tiles")
+    if tiles is None:
+        lens = inputs["lens"]
+        rows = jnp.arange(q.shape[0])
+        tiles = jnp.stack([rows, (lens > 0).astype(jnp.int32), rows, lens - 1], axis=1)
+        size = 1
+    else:
+        size = TILE_ROWS
+    out = jnp.zeros((q.shape[0] + size, *q.shape[1:3], _how(case)["value_dim"]), jnp.float32)
+    padded = jnp.concatenate([q, jnp.zeros((size, *q.shape[1:]), q.dtype)]).astype(jnp.float32)
+
+    def one(out: Array, tile: Int[Array, " 4"]) -> tuple[Array, None]:
+        first, count, row, position = tile
+        own = lax.dynamic_slice_in_dim(padded, first, size)
+        found = _dense(case, inputs, own, row, position + jnp.arange(size))
+        real = (jnp.arange(size) < count)[:, None, None, None]
+        old = lax.dynamic_slice_in_dim(out, first, size)
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(real, found, old), first, 0), None
+
+    return lax.scan(one, out, tiles)[0][: q.shape[0]]
+
+
+def _dense(
+    case: Attention,
+    inputs: Inputs,
+    q: Float[Array, "R KV G hd"],
+    row: Int[Array, ""],
+    positions: Int[Array, " R"],
+) -> Float[Array, "R KV G vd"]:
+    """Queries of one row of the page table, at their positions, over all of its keys."""
+    pages = inputs["table"][row]
+    where = jnp.arange(pages.shape[0] * case.page_size)
+    seen = where[None, :] <= positions[:, None]
+    if case.window is not None:
+        seen &= where[None, :] > positions[:, None] - case.window
+
+    def gathered(name: str) -> Float[Array, "T KV d"]:
+        array = inputs[name][pages].astype(jnp.float32)
+        if inputs[f"{name}_scale"] is not None:
+            array = array * inputs[f"{name}_scale"][pages][..., None]
+        array = jnp.moveaxis(array, 2, 1).reshape(-1, case.kv_heads, array.shape[-1])
+        return jnp.where(seen.any(0)[:, None, None], array, 0)  # what nobody sees may be NaN
+
+    k = gathered("k")
+    v = k[..., : case.value_dim] if inputs["v"] is None else gathered("v")
+    scores = jnp.einsum("rkgd,tkd->rkgt", q, k, precision="highest") * case.head_dim**-0.5
+    if case.soft_cap is not None:
+        scores = jnp.tanh(scores / case.soft_cap) * case.soft_cap
+    scores = jnp.where(seen[:, None, None, :], scores, MASKED)
+    top = scores.max(-1, keepdims=True)
+    sinks = None if inputs["sinks"] is None else inputs["sinks"][None, :, :, None]
+    if sinks is not None:
+        top = jnp.maximum(top, sinks)
+    weights = jnp.exp(scores - top)
+    total = weights.sum(-1, keepdims=True) + (0 if sinks is None else jnp.exp(sinks - top))
+    return jnp.einsum("rkgt,tkd->rkgd", weights / total, v, precision="highest")
