@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -131,14 +132,15 @@ def _piece_rows(chunk: int, pieces: int) -> list[int]:
 
 def _make_decode(case: Attention, sizes: Sizes, key: Array) -> Inputs:
     slots, context = sizes["slots"], sizes["context"]
-    keys = jax.random.split(key, 3)
+    q_key, page_key = jax.random.split(key)
     lens = jnp.full(slots, context, jnp.int32)
     if sizes["uneven"]:
-        lens = jax.random.randint(keys[0], (slots,), 1, context + 1)
-        lens = lens.at[jnp.arange(3)].set(jnp.array([0, 1, context]))
+        ragged = np.random.default_rng(slots).integers(1, context, slots)
+        ragged[:3] = 0, 1, context
+        lens = jnp.asarray(ragged, jnp.int32)
     shape = (slots, case.kv_heads, case.group, case.head_dim)
-    q = jax.random.normal(keys[1], shape, jnp.float32).astype(jnp.bfloat16)
-    return {"q": q, "lens": lens} | _make_pages(case, slots, context, lens, keys[2])
+    q = jax.random.normal(q_key, shape, jnp.float32).astype(jnp.bfloat16)
+    return {"q": q, "lens": lens} | _make_pages(case, slots, context, lens, page_key)
 
 
 def _make_prefill(case: Attention, sizes: Sizes, key: Array) -> Inputs:
@@ -164,16 +166,16 @@ def _make_pages(
     """A pool in which every row has pages of its own, anywhere, and other keys are not numbers."""
     width = math.ceil(context / case.page_size)
     count = rows * width + 2  # the null page, and one of nobody
-    keys = jax.random.split(key, 6)
-    order = 1 + jax.random.permutation(keys[0], count - 1)[: rows * width]
-    table = order.reshape(rows, width).astype(jnp.int32)
+    keys = jax.random.split(key, 5)
+    order = 1 + np.random.default_rng(count).permutation(count - 1)[: rows * width]
+    table = jnp.asarray(order.reshape(rows, width), jnp.int32)
     needed = jnp.arange(width)[None, :] * case.page_size < lens[:, None]
     table = jnp.where(needed, table, 0)
     owned = jnp.zeros(count, bool).at[table].set(True)[:, None, None]
     pool = _pool(case, count)
     made: Inputs = {"table": table, "v": None, "k_scale": None, "v_scale": None, "sinks": None}
     quantised = case.pages != "bfloat16"
-    for name, own, k in zip(("k", "v"), keys[1:3], (pool.k, pool.v)):
+    for name, own, k in zip(("k", "v"), keys[:2], (pool.k, pool.v)):
         if k is None:
             continue
         values = jax.random.normal(own, k.shape, jnp.float32)
@@ -182,11 +184,11 @@ def _make_pages(
         values = jnp.where(owned[..., None] | unread, values * (30 if quantised else 1), jnp.nan)
         made[name] = (jnp.round(values) if quantised else values).astype(k.dtype)
     if quantised:
-        for name, own in zip(("k_scale", "v_scale"), keys[3:5]):
+        for name, own in zip(("k_scale", "v_scale"), keys[2:4]):
             scales = jax.random.uniform(own, pool.k.shape[:3], jnp.float32, 0.02, 0.05)
             made[name] = jnp.where(owned, scales, jnp.nan)
     if case.sinks:
-        made["sinks"] = jax.random.normal(keys[5], (case.kv_heads, case.group), jnp.float32)
+        made["sinks"] = jax.random.normal(keys[4], (case.kv_heads, case.group), jnp.float32)
     return made
 
 

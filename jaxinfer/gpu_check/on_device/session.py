@@ -7,6 +7,7 @@ doing: another worker goes on with the next. The report is written after every t
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -106,7 +107,8 @@ class Session:
             file = self.out / "tuned.json"
             table = tuning.read(file) if file.exists() else tuning.table()
             kernel, shape = record["tuned"]
-            kernels = table.setdefault(self.report["device"], {})
+            kind = self.report["device"]
+            kernels = table.setdefault(f"dry run on {kind}" if self.dry else kind, {})
             kernels.setdefault(kernel, {})[shape] = record["best"]
             _replace(file, table)
             tuning.read(file)  # as the kernels will
@@ -123,7 +125,8 @@ class Worker:
                 text=True, start_new_session=True,
             )  # fmt: skip
         self._lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def ready(self, seconds: float) -> Record:
         """What it found: device and versions."""
@@ -144,6 +147,11 @@ class Worker:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # what was not sent is of no use any more
+                    pipe.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

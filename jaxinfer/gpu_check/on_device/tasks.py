@@ -7,7 +7,7 @@ the CPU, and compiles the full sizes for a GPU that is not there.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.gpu_check.hlo import Module
 from jaxinfer.gpu_check.on_device import timing
-from jaxinfer.gpu_check.on_device.registry import DeviceCase, Inputs, Purpose
+from jaxinfer.gpu_check.on_device.registry import Baseline, DeviceCase, Inputs, Purpose
 from jaxinfer.roofline.devices import Device
 from jaxinfer.sharding import replicated
 from pallas_kernels.tuning import Tiling
@@ -53,8 +53,11 @@ class Setting:
 def check(case: DeviceCase, setting: Setting) -> Record:
     """The kernel's result against its reference, both on the device at hand."""
     inputs = _inputs(case, "tiny" if setting.dry else "check")
-    found = _results(timing.once(inputs, run=_run(case, setting)))
-    wanted = _results(timing.once(inputs, run=case.reference))
+    kernel, reference = _side_by_side(
+        lambda run: timing.once.lower(inputs, run=run).compile(),
+        [_run(case, setting), case.reference],
+    )
+    found, wanted = jax.tree.leaves(kernel(inputs)), jax.tree.leaves(reference(inputs))
     error, largest = 0.0, 0.0
     for ours, theirs in zip(found, wanted, strict=True):
         ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
@@ -85,11 +88,12 @@ def time(case: DeviceCase, setting: Setting) -> Record:
         "bound": bound,
         "target": case.target,
     }
-    if not setting.dry:
+    if floor_us and not setting.dry:
         part = floor_us / taken.median
         record |= {"of_floor": part, "met": case.target is None or part >= case.target}
     record["baselines"] = {
-        name: _baseline(case, name, inputs, times, setting) for name in case.baselines
+        name: _baseline(baseline, inputs, times, setting)
+        for name, baseline in case.baselines.items()
     }
     return record | _compiled(case, setting, "time")
 
@@ -108,8 +112,7 @@ def search(case: DeviceCase, setting: Setting) -> Record:
         except Exception as error:  # too many registers, too much shared memory
             return f"{type(error).__name__}: {error}"[:200]
 
-    with ThreadPoolExecutor(COMPILERS) as pool:
-        programs = dict(zip(tilings, pool.map(build, tilings)))
+    programs = dict(zip(tilings, _side_by_side(build, tilings)))
     found: dict[Tiling | None, float] = {}
     failed = {}
     for tiling, program in programs.items():
@@ -153,13 +156,20 @@ def _call(run: Any, interpret: bool, tiling: Tiling | None, inputs: Inputs) -> A
     return run(inputs, interpret, tiling)
 
 
+def random_key() -> Any:
+    """What inputs are made of: the generator that compiles and runs fastest."""
+    return jax.random.key(SEED, impl="rbg")
+
+
 def _inputs(case: DeviceCase, purpose: Purpose) -> Inputs:
     make = functools.partial(case.make, case.sizes[purpose])
-    return timing.once(jax.random.key(SEED), run=make)
+    return timing.once(random_key(), run=make)
 
 
-def _results(result: Any) -> list[Any]:
-    return jax.tree.leaves(result)
+def _side_by_side(compile_one: Callable[[Any], Any], what: Sequence[Any]) -> list[Any]:
+    """Programs compiled in threads, in order."""
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        return list(pool.map(compile_one, what))
 
 
 def _floor(case: DeviceCase, setting: Setting) -> tuple[float, str]:
@@ -176,9 +186,8 @@ def _timed(
     return timing.timed(program, inputs, times, setting.runs)
 
 
-def _baseline(case: DeviceCase, name: str, inputs: Inputs, times: int, setting: Setting) -> Record:
+def _baseline(baseline: Baseline, inputs: Inputs, times: int, setting: Setting) -> Record:
     """A baseline's times, or why there are none."""
-    baseline = case.baselines[name]
     if baseline.gpu_only and setting.dry:
         return {"unavailable": "needs a GPU"}
     try:
@@ -205,7 +214,7 @@ def _compiled(
     make = functools.partial(case.make, case.sizes[purpose])
     inputs = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)),
-        jax.eval_shape(make, jax.random.key(SEED)),
+        jax.eval_shape(make, random_key()),
     )
     run = _run(case, setting, tiling, compiled=True)
     with jax.set_mesh(mesh):
