@@ -208,8 +208,10 @@ def test_devices_by_the_names_they_call_themselves():
     assert device_called("NVIDIA H200") is device_called("h200") is H200
     assert device_called("NVIDIA A100-SXM4-80GB") is DEVICES["a100"]
     assert device_called("NVIDIA L40S") is DEVICES["l40s"]
-    with pytest.raises(ValueError, match="'h900' is no known device; known: h200"):
-        device_called("h900")
+    assert device_called("RTX 4090") is DEVICES["rtx4090"]
+    for other in ("h900", "NVIDIA H100 PCIe", "NVIDIA A100-PCIE-40GB"):
+        with pytest.raises(ValueError, match=f"'{other}' is no known device; known: h200"):
+            device_called(other)
 
 
 def plan(*args: str):

@@ -103,16 +103,19 @@ DEVICES = {
 }  # fmt: skip
 
 
+# What devices call themselves, where that is not their name here. Others of the same family (PCIe,
+# NVL, 40 GB) have other rates and are not known.
+_KINDS = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA A100-SXM4-80GB": "a100"}
+
+
 def device_called(name: str) -> Device:
-    """The device of that short name, or of the name it calls itself.
+    """The device of that short name, or that calls itself so.
 
     Raises ValueError naming those that are known.
     """
-    wanted = name.lower().replace("-", "").replace("_", "").replace(" ", "")
-    if wanted in DEVICES:
-        return DEVICES[wanted]
-    for short, device in DEVICES.items():
-        words = name.lower().replace("-", " ").split()
-        if short in words or device.name.lower() == name.lower():
-            return device
-    raise ValueError(f"{name!r} is no known device; known: {', '.join(DEVICES)}")
+    short = name.lower().replace("-", "").replace("_", "").replace(" ", "")
+    by_kind = {device.name: short for short, device in DEVICES.items()} | _KINDS
+    found = DEVICES.get(by_kind.get(name, short))
+    if found is None:
+        raise ValueError(f"{name!r} is no known device; known: {', '.join(DEVICES)}")
+    return found

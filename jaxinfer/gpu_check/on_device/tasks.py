@@ -52,13 +52,23 @@ class Setting:
 
 def check(case: DeviceCase, setting: Setting) -> Record:
     """The kernel's result against its reference, both on the device at hand."""
+    found = _difference(case, setting)
+    record = {"difference": found, "tolerance": case.tolerance, "passed": found <= case.tolerance}
+    return record | _compiled(case, setting, "check")
+
+
+def _difference(case: DeviceCase, setting: Setting, tiling: Tiling | None = None) -> float:
+    """The largest difference from the reference, relative to its largest entry; inf for NaN.
+
+    Raises ValueError where they cannot be compared.
+    """
     inputs = _inputs(case, "tiny" if setting.dry else "check")
     kernel, reference = _side_by_side(
         lambda run: timing.once.lower(inputs, run=run).compile(),
-        [_run(case, setting), case.reference],
+        [_run(case, setting, tiling), case.reference],
     )
     found, wanted = jax.tree.leaves(kernel(inputs)), jax.tree.leaves(reference(inputs))
-    error, largest = 0.0, 0.0
+    most, largest = 0.0, 0.0
     for ours, theirs in zip(found, wanted, strict=True):
         ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
         if ours.shape != theirs.shape:
@@ -66,11 +76,9 @@ def check(case: DeviceCase, setting: Setting) -> Record:
         if not np.isfinite(theirs).all():
             raise ValueError("the reference is not finite; the case is wrong")
         difference = np.abs(ours - theirs).max()
-        error = max(error, np.inf if np.isnan(difference) else difference)
-        largest = max(largest, np.abs(theirs).max())
-    relative = float(error / largest) if largest else float(error)
-    record = {"difference": relative, "tolerance": case.tolerance}
-    return record | {"passed": relative <= case.tolerance} | _compiled(case, setting, "check")
+        most = max(most, np.inf if np.isnan(difference) else float(difference))
+        largest = max(largest, float(np.abs(theirs).max()))
+    return most / largest if largest else most
 
 
 def time(case: DeviceCase, setting: Setting) -> Record:
@@ -124,6 +132,8 @@ def search(case: DeviceCase, setting: Setting) -> Record:
         raise RuntimeError(f"the rule's own sizes do not compile: {failed[_words(None)]}")
     best = min(found, key=lambda tiling: found[tiling])
     worth = best is not None and found[best] < WORTH * found[None]
+    if worth and (wrong := _difference(case, setting, best)) > case.tolerance:
+        raise RuntimeError(f"{_words(best)} is the fastest, and differs by {wrong:.2e}")
     record: Record = {
         "us": {_words(tiling): us for tiling, us in found.items()},
         "failed": failed,
