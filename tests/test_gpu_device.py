@@ -89,7 +89,7 @@ def test_the_search_goes_on_past_sizes_that_do_not_compile(monkeypatch):
     assert found["best"] == Tiling(6, 1, 1, 1)._asdict() and found["best_us"] == 8
     assert list(found["failed"].values()) == ["ValueError: too many registers"]
     medians = iter([10.0, 8.0])
-    with pytest.raises(RuntimeError, match="is the fastest, and differs by 5.00e-01"):
+    with pytest.raises(RuntimeError, match="is the fastest, and differs by"):
         tasks.search(dataclasses.replace(EXAMPLE, tilings=(Tiling(7, 1, 1, 1),)), H200)
     medians = iter([10.0, 9.9])
     assert tasks.search(EXAMPLE, H200)["best"] is None, "hardly faster is not worth an entry"
