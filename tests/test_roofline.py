@@ -164,6 +164,11 @@ def test_weights_of_a_step_are_the_models():
     read = 2 * (8030261248 - 128256 * 4096)
     assert floor.bytes == pytest.approx(read, rel=0.002)
     assert weights_bytes(LLAMA, Serving()) == 2 * 8030261248
+    vocabulary = 2 * 128256 * 4096  # of embedding and head, which stay as they are
+    layers, rows = 8030261248 - vocabulary, 32 * (6144 + 4096 + 28672 + 4096)
+    int8 = weights_bytes(LLAMA, Serving(quantization="int8"))
+    norms = 65 * 4096
+    assert int8 == 2 * vocabulary + (layers - norms) + 4 * rows + 2 * norms
     assert weights_bytes(LLAMA, Serving(gpus=8)) == pytest.approx(2 * 8030261248 / 8, rel=0.001)
 
 

@@ -15,7 +15,7 @@ from jaxinfer.memory_plan import MemoryPlan, plan_memory
 from jaxinfer.models import family_of
 from jaxinfer.params import named_leaves
 from jaxinfer.roofline.devices import Device
-from jaxinfer.roofline.step import Serving, attention_shape
+from jaxinfer.roofline.step import Serving, attention_shape, matrix_of
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
 
 
@@ -63,7 +63,7 @@ def weights_bytes(model: ModelConfig, serving: Serving) -> int:
         if storage is None:
             total += math.prod(shape) * spec.resolve_dtype(serving.dtype).itemsize
         else:
-            total += storage.weight_bytes(math.prod(shape[:-1]), shape[-1])
+            total += storage.weight_bytes(*matrix_of(name, shape))
     return total
 
 

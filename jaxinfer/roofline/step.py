@@ -165,6 +165,12 @@ def _layer_work(
         yield kernels.prefill_attention(shape, load.pieces)
 
 
+def matrix_of(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Outputs and inputs of a weight: `o` takes all heads, every other its last dimension."""
+    outputs = shape[0] if name == "o" else math.prod(shape[:-1])
+    return outputs, math.prod(shape) // outputs
+
+
 def _product(
     model: ModelConfig, name: str, shape: tuple[int, ...], tokens: int, serving: Serving
 ) -> Iterator[Work]:
@@ -183,9 +189,7 @@ def _product(
         yield Work(one.part, heads * one.bytes, heads * one.flops, one.unit)
         return
     else:
-        # `o` takes all heads; every other weight takes its last dimension.
-        outputs = shape[0] if name == "o" else math.prod(shape[:-1])
-        inputs = math.prod(shape) // outputs
+        outputs, inputs = matrix_of(name, shape)
         part = _PARTS.get(name, "projections" if name in _ATTENTION else "MLP")
         yield kernels.matmul(part, tokens, outputs, inputs, dtype, storage)
         rows = tokens
