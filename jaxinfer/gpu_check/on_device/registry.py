@@ -72,9 +72,12 @@ class DeviceCase:
 
 def device_cases() -> Iterator[DeviceCase]:
     """Every case there is."""
+    # Both build on this module.
     from jaxinfer.gpu_check.on_device.attention import attention_device_cases
+    from jaxinfer.gpu_check.on_device.xla import xla_cases
 
     yield from attention_device_cases()
+    yield from xla_cases()
 
 
 def case_called(name: str) -> DeviceCase:
