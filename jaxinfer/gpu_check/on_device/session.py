@@ -65,28 +65,31 @@ class Session:
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "records": [],
         }
-        for done, task in enumerate(tasks):
-            progress(f"{done + 1} of {len(tasks)}: {task}")
-            left = self.deadline - time.monotonic()
-            if left < LEAST_SECONDS:
-                record: Record = {"task": task, "skipped": "no time left"}
-            else:
-                record = self._perform(task, min(self._limit(task), left))
-            self.report["records"].append(record)
-            self._write(record)
-        self._stop()
+        try:
+            for done, task in enumerate(tasks):
+                progress(f"{done + 1} of {len(tasks)}: {task}")
+                left = self.deadline - time.monotonic()
+                if left < LEAST_SECONDS:
+                    record: Record = {"task": task, "skipped": "no time left"}
+                else:
+                    record = self._perform(task, min(self._limit(task), left))
+                self.report["records"].append(record)
+                self._write(record)
+        finally:
+            self._stop()
 
     def _limit(self, task: str) -> float:
         return LIMITS[task.partition(":")[0]] * (DRY_FACTOR if self.dry else 1)
 
     def _perform(self, task: str, seconds: float) -> Record:
+        end = time.monotonic() + seconds
         if task == STEP:  # it takes all of the device's memory, and says how much of it
             self._stop()
         try:
             if self.worker is None:
                 self.worker = Worker(self.command, self.env, self.out / "worker.log")
                 self.report |= self.worker.ready(min(START_SECONDS, seconds))
-            record = self.worker.perform(task, seconds)
+            record = self.worker.perform(task, end - time.monotonic())
         except WorkerDied as died:
             if "device" not in self.report:
                 raise
