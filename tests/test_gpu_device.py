@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from test_gpu_check import require_compiler
 
-from jaxinfer.gpu_check.on_device import attention, baselines, summary, tasks, timing
+from jaxinfer.gpu_check.on_device import attention, baselines, step_task, summary, tasks, timing
 from jaxinfer.gpu_check.on_device.registry import Baseline, DeviceCase, device_cases
 from jaxinfer.gpu_check.on_device.session import Session, task_names
 from jaxinfer.gpu_check.on_device.tasks import Setting
@@ -164,6 +164,19 @@ def test_a_dry_run_takes_every_path(tmp_path):
         assert record["compiled"] and record["launches"] >= timing.LEAST
         assert record["temp_bytes"] < 64 << 20, "no copy of the pool"
     assert "us" in timed["baselines"]["XLA"] and "unavailable" in timed["baselines"]["cuDNN"]
+
+
+def test_the_whole_step_is_the_engines(monkeypatch):
+    found = step_task.whole_step(H200)
+    assert [row["rows"] for row in found["rows"]] == [1] and found["passed"] and found["met"]
+    assert all(row["tokens_per_second"] * row["tpot_ms"] > 0 for row in found["rows"])
+    assert "of_floor" not in found["rows"][0], "a dry run is no measurement"
+    monkeypatch.setattr(step_task, "_peak_bytes", iter([1, found["promised_bytes"] + 1]).__next__)
+    monkeypatch.setattr(step_task, "_decode", lambda *_: {"rows": 1, "met": False})
+    over = step_task.whole_step(H200)
+    assert not over["passed"] and not over["met"]
+    (failure,) = summary.failures([{"task": "step"} | over])
+    assert f"{found['promised_bytes']} promised" in failure
 
 
 WORKER = """

@@ -53,10 +53,10 @@ def step_sizes(dry: bool) -> StepSizes:
         head_dim=16, vocab_size=256,
     )  # fmt: skip
     engine = EngineConfig(
-        max_num_seqs=2, max_model_len=128, max_num_batched_tokens=64, dtype="bfloat16",
+        max_num_seqs=1, max_model_len=128, max_num_batched_tokens=64, dtype="bfloat16",
         kv_pool_bytes=1 << 20,
     )  # fmt: skip
-    return StepSizes(small, engine, rows=(1, 2), prompt=40, output=6)
+    return StepSizes(small, engine, rows=(1,), prompt=40, output=6)
 
 
 def whole_step(setting: Setting) -> Record:
