@@ -220,11 +220,16 @@ def test_whatever_happens_to_a_worker_costs_one_task(tmp_path, monkeypatch):
     assert shown.row_count == len(names)
 
 
-def test_what_there_is_no_time_for_is_said(tmp_path):
+def test_what_there_is_no_time_for_is_said(tmp_path, monkeypatch):
     run = fake_session(tmp_path, minutes=0)
     run.run(["check: one", "step"], lambda said: None)
     assert [record["skipped"] for record in run.report["records"]] == ["no time left"] * 2
     assert summary.as_words(run.report) == "0 tasks done, 2 skipped, 0 failed"
+    monkeypatch.setattr("jaxinfer.gpu_check.on_device.session.LEAST_SECONDS", 0.5)
+    run = fake_session(tmp_path, minutes=2 / 60)
+    run.run(["check: one", "check: hang"], lambda said: None)
+    done, cut = run.report["records"]
+    assert done["pid"] and cut["skipped"] == "no time left", "cut by the budget, not by its own"
 
 
 def test_without_a_gpu_nothing_is_run(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxinfer.known_models import known_model, known_models
 from jaxinfer.kv_pool import abstract_pools, kv_groups
 from jaxinfer.memory_plan import plan_memory
 from jaxinfer.models import family_of
+from jaxinfer.models.hf_config import model_config
 from jaxinfer.params import abstract_params, named_leaves
 from jaxinfer.roofline import kernels
 from jaxinfer.roofline.devices import DEVICES, device_called
@@ -31,6 +33,7 @@ from jaxinfer.step_model import StepModel
 from jaxinfer.step_plan import StepShape
 
 H200, LLAMA = DEVICES["h200"], known_model("llama-3-8b")
+ORACLES = Path(__file__).parent / "fixtures" / "oracles"
 PLAIN = AttentionShape(kv_heads=8, group=4, head_dim=128, value_dim=128)
 LATENT = AttentionShape(kv_heads=1, group=128, head_dim=576, value_dim=512, latent=True)
 
@@ -156,6 +159,29 @@ def test_sums_are_consistent(name):
     assert floor.us >= max(floor.bytes / 4.8e6, floor.flops / 1e15 * 1e6)
     faster = step_floor(known_model(name), load, serving, DEVICES["b200"])
     assert faster.us < floor.us
+
+
+@pytest.mark.parametrize("family", sorted({f.parent.name for f in ORACLES.glob("*/config*.json")}))
+def test_every_family_has_floors(family):
+    """Its matrices are those that its parameters say: a row reads them once, but for experts."""
+    files = sorted((ORACLES / family).glob("config*.json"))
+    for config in (json.loads(file.read_text()) for file in files):
+        model = model_config(config)
+        work = step_work(model, StepLoad(1, 1), Serving())
+        products = sum(k.flops for k in work if k.part in ("projections", "MLP", "experts", "head"))
+        specs = list(named_leaves(family_of(model.family).param_specs(model)))
+        matrices = {
+            path: math.prod(spec.shape)
+            for path, spec in specs
+            if len(spec.shape) > 1
+            and not path.endswith(("_bias", "_norm", "sinks", "embed", "positions"))
+        }
+        if model.tie_embeddings:
+            matrices["head"] = model.vocab_size * model.hidden_size
+        share = model.moe.top_k / model.moe.num_experts if model.moe else 1.0
+        weights = sum(n * (share if ".experts_" in path else 1) for path, n in matrices.items())
+        assert 2 * weights <= products <= 2.1 * weights  # activations are not free
+        assert step_floor(model, StepLoad(8, 64, 32), Serving(), H200).us > 0
 
 
 def test_weights_of_a_step_are_the_models():

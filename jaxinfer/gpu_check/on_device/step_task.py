@@ -70,7 +70,11 @@ def whole_step(setting: Setting) -> Record:
     )
     engine = build_engine(model, sizes.engine, guard_compiles=True)
     ready = _peak_bytes()
-    rows = [_decode(engine, sizes, rows, setting) for rows in sizes.rows]
+    try:
+        rows = [_decode(engine, sizes, rows, setting) for rows in sizes.rows]
+    finally:
+        if engine.compiles is not None:
+            engine.compiles.close()  # what this process compiles next is no request's doing
     memory = engine.memory
     assert isinstance(memory, MemoryPlan)
     peak, promised = _peak_bytes(), _promised(memory)
