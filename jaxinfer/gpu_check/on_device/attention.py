@@ -21,7 +21,7 @@ from jaxinfer.roofline import kernels
 from jaxinfer.roofline.kernels import AttentionShape, Work
 from pallas_kernels.paged_attention import TILE_ROWS, triton_decode, triton_prefill
 from pallas_kernels.paged_attention.dispatch import PAGES
-from pallas_kernels.paged_attention.triton_blocks import FEWEST, Pool, power_of_two, shape_name
+from pallas_kernels.paged_attention.triton_blocks import Pool, power_of_two, shape_name
 from pallas_kernels.tuning import Tiling
 
 # `uneven`: rows of many lengths, an empty one and one of a single token among them.
@@ -80,12 +80,11 @@ def _case(
 
 
 def decode_tilings(case: Attention) -> tuple[Tiling, ...]:
-    """Sizes to try in decode, beside the rule's: all query heads of a key in one block, if that is
-    not too many."""
-    rows = min(max(FEWEST, power_of_two(case.group)), 64)
+    """Sizes to try in decode, beside the rule's: as many rows, half to twice the keys."""
+    rule = triton_decode.rule(case.group, case.value_dim or case.head_dim)
     return tuple(
-        Tiling(rows, keys, warps, stages)
-        for keys in (32, 64, 128)
+        Tiling(rule.rows, keys, warps, stages)
+        for keys in (rule.columns // 2, rule.columns, 2 * rule.columns)
         for warps, stages in ((4, 2), (4, 3), (8, 2))
     )
 
