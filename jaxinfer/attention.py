@@ -16,11 +16,66 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxinfer.config import LayerKind, ModelConfig
-from jaxinfer.sharding import partition_spec
+from jaxinfer.models.base import FusedAttend
+from jaxinfer.sharding import POOL_AXES, partition_spec
 from jaxinfer.step_model import Placement, StepModel
-from pallas_kernels.paged_attention import paged_attention, paged_prefill, write_kv, write_latent
+from pallas_kernels.paged_attention import (
+    paged_attention,
+    paged_prefill,
+    rotate_and_write,
+    write_kv,
+    write_latent,
+)
 
 Pages = tuple[Array, ...]  # of keys and of values, or of keys that begin with values
+
+
+class LayerAttention:
+    """Attention of one layer in a step. `pages` are the layer's: with the step's keys and values
+    once it was called."""
+
+    def __init__(self, model: StepModel, kind: LayerKind, place: Placement, pages: Pages):
+        self.model, self.kind, self.place, self.pages = model, kind, place, pages
+
+    def __call__(
+        self,
+        q: Float[Array, "T KV G hd"],
+        k: Float[Array, "T KV hd"],
+        v: Float[Array, "T KV hd"] | None,
+        sinks: Float[Array, "KV G"] | None = None,
+    ) -> Float[Array, "T KV G vd"]:
+        self.pages = write(self.model.config, self.pages, self.place, k, v)
+        return attend_pages(self.model, self.kind, self.place, q, self.pages, sinks)
+
+
+class FusedLayerAttention(LayerAttention, FusedAttend):
+    """`LayerAttention` by kernels: one that norms and rotates heads writes the pages too."""
+
+    def projected(
+        self,
+        qkv: Float[Array, "T KV G2 hd"],
+        rotary: tuple[Float[Array, "T half"], Float[Array, "T half"]],
+        norms: tuple[Float[Array, " hd"], Float[Array, " hd"]] | None,
+        sinks: Float[Array, "KV G"] | None,
+    ) -> Float[Array, "T KV G hd"]:
+        """See `FusedAttend`."""
+        config, whole = self.model.config, PartitionSpec()
+        body = functools.partial(
+            rotate_and_write,
+            eps=config.rms_norm_eps,
+            norm_offset=config.norm_offset,
+            implementation=self.model.attention,
+        )
+        heads, pages = partition_spec((None, "kv_heads")), partition_spec(POOL_AXES)
+        q, *stored = _sharded(
+            self.model,
+            body,
+            (heads, pages, pages, *(whole,) * 4),
+            (heads, pages, pages),
+            *(qkv, *self.pages, self.place.pages, self.place.offsets, rotary, norms),
+        )
+        self.pages = tuple(stored)
+        return attend_pages(self.model, self.kind, self.place, q, self.pages, sinks)
 
 
 def write(config: ModelConfig, pages: Pages, place: Placement, k: Array, v: Array | None) -> Pages:
@@ -83,6 +138,15 @@ def _on_each_device(
         PartitionSpec(*heads[1:]),
         *(whole for _ in where),
     )
-    return jax.shard_map(body, mesh=model.mesh, in_specs=specs, out_specs=heads, check_vma=False)(
-        q, pages, sinks, *where
+    return _sharded(model, body, specs, heads, q, pages, sinks, *where)
+
+
+def _sharded(
+    model: StepModel, body: Callable[..., Any], ins: tuple[Any, ...], outs: Any, *arrays: Any
+) -> Any:
+    """Run a kernel on every device, for what it has of the arrays."""
+    if model.mesh is None:
+        return body(*arrays)
+    return jax.shard_map(body, mesh=model.mesh, in_specs=ins, out_specs=outs, check_vma=False)(
+        *arrays
     )

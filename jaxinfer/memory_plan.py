@@ -92,18 +92,23 @@ def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> 
     """Bound on a program's temporaries (twice the logits, twice the widest activation, slack) and
     the logits that go from one program to the next."""
     rows = config.max_num_seqs + config.max_num_batched_tokens
+    widest = widest_activation(model)
+    logits = 4 * model.vocab_size * (config.max_num_seqs + MAX_PIECES)
+    return 3 * logits + 2 * rows * widest * max(itemsize, 4) + WORKSPACE_SLACK
+
+
+def widest_activation(model: ModelConfig, ways: int = 1) -> int:
+    """Values of a token's widest activation on one of `ways` devices."""
     widths = [
-        2 * model.intermediate_size,
-        (model.num_heads + 2 * model.num_kv_heads) * model.head_dim,
+        2 * model.intermediate_size // ways,
+        (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // ways,
         model.hidden_size,
     ]
     if model.value_dim:  # every head's query is as wide as a latent, and so is what it gives
-        widths.append(model.num_heads * (2 * model.head_dim + model.value_dim))
+        widths.append(model.num_heads * (2 * model.head_dim + model.value_dim) // ways)
     if moe := model.moe:  # a row for each expert of a token
-        widths.append(moe.top_k * (2 * moe.intermediate_size + model.hidden_size))
-    widest = max(widths)
-    logits = 4 * model.vocab_size * (config.max_num_seqs + MAX_PIECES)
-    return 3 * logits + 2 * rows * widest * max(itemsize, 4) + WORKSPACE_SLACK
+        widths.append(moe.top_k * (2 * moe.intermediate_size // ways + model.hidden_size))
+    return max(widths)
 
 
 def state_bytes(model: ModelConfig, config: EngineConfig, max_model_len: int) -> int:
@@ -145,13 +150,19 @@ def plan_memory(
     if device.platform == "cpu":
         usable -= host
     room = usable - weights_bytes - slot_bytes - workspace - transfer
-    wanted = config.kv_pool_bytes
-    if wanted is None:
-        wanted = min(room, CPU_POOL_BYTES) if device.platform == "cpu" else room
     taken = (
         f"{size_text(usable)} usable, weights {size_text(weights_bytes)}, slot state "
         f"{size_text(slot_bytes)}, workspace {size_text(workspace + transfer)}"
     )
+    if config.kv_pool_bytes is None and room < 0:
+        raise MemoryPlanError(
+            f"{model.family} does not fit into {size_text(total)}: {taken}; raise "
+            f"tensor_parallel_size, which is {config.tensor_parallel_size}, or lower max_num_seqs "
+            "and max_num_batched_tokens"
+        )
+    wanted = config.kv_pool_bytes
+    if wanted is None:
+        wanted = min(room, CPU_POOL_BYTES) if device.platform == "cpu" else room
     if wanted > room:
         raise MemoryPlanError(
             f"a KV pool of {size_text(wanted)} does not fit: {taken} leave {size_text(room)}; "

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxinfer.attention import attend_pages, write
+from jaxinfer.attention import FusedLayerAttention, LayerAttention
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.kv_pool import Pools
 from jaxinfer.models import family_of
@@ -76,9 +76,10 @@ def forward(
     for i, layer_params in enumerate(params["layers"]):
         place = places[model.group_of(i)]
         kind = model.config.kind(i)
-        x, pools[i], experts = _layer(
-            layer_params, x, context, pools[i], place, model=model, kind=kind
-        )
+        with jax.named_scope(f"layer{i}"):
+            x, pools[i], experts = _layer(
+                layer_params, x, context, pools[i], place, model=model, kind=kind
+            )
         if experts is not None:
             routed.append(experts)
     slots, sampled, last = _finish_rows(slots, rows, live, inputs, shape)
@@ -105,18 +106,9 @@ def _layer(
 
     An inner jit, so that it is traced once a kind of layer and not once a layer.
     """
-    config = model.config
-    stored, experts = pool, None
-
-    def attend(
-        q: Float[Array, "T KV G hd"],
-        k: Float[Array, "T KV hd"],
-        v: Float[Array, "T KV hd"] | None,
-        sinks: Float[Array, "KV G"] | None = None,
-    ) -> Float[Array, "T KV G vd"]:
-        nonlocal stored
-        stored = write(config, pool, place, k, v)
-        return attend_pages(model, kind, place, q, stored, sinks)
+    config, experts = model.config, None
+    kernels = model.attention.startswith("triton")
+    attend = (FusedLayerAttention if kernels else LayerAttention)(model, kind, place, pool)
 
     def on_routed(chosen: Int[Array, "T k"]) -> None:
         nonlocal experts
@@ -124,7 +116,7 @@ def _layer(
 
     hears = {"on_routed": on_routed} if kind.moe else {}
     x = family_of(config.family).layer(params, config, kind, x, context, attend, **hears)
-    return x, stored, experts
+    return x, attend.pages, experts
 
 
 def _expert_load(

@@ -64,7 +64,7 @@ def failures(plan: Plan, lowered: Any, compiled: Any = None, **changes: Any) -> 
 
 
 def main() -> None:
-    one, eight = (make_plan(TARGETS["h200"], ways, layers=1) for ways in (1, 8))
+    one, eight = (make_plan(TARGETS["h200"], "llama-3-8b", ways, layers=1) for ways in (1, 8))
     with jax.set_mesh(one.model.mesh):
         right = one.programs[NAME].lower()
     compiled = right.compile()
@@ -77,6 +77,7 @@ def main() -> None:
         "copies the pool": failures(one, step(one, roll_pages)),
         "loops while the device says so": failures(one, step(one, attention="reference")),
         "branches as the device says": failures(one, step(one, branch)),
+        "attention by XLA": failures(one, step(one, attention="reference_static")),
         "not pinned to the mesh": failures(eight, unpinned),
     }
     print(json.dumps(found))

@@ -31,6 +31,7 @@ CASES = {
     "int8": (32, None, 2, 16, None, None, False, jnp.int8),
     "fp8 in a window": (32, None, 2, 32, 30, None, False, jnp.float8_e4m3fn),
 }
+WHOLE = ("plain", "window, cap and sinks", "latent")  # with keys that are not split too
 EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
@@ -109,8 +110,8 @@ def same(found, wanted) -> None:
 
 @pytest.mark.parametrize(
     ("case", "splits"),
-    [(PLAIN, 1), *((case, 3) for case in CASES.values())],
-    ids=["whole", *CASES.keys()],
+    [*((CASES[name], 1) for name in WHOLE), *((case, 3) for case in CASES.values())],
+    ids=[*(f"{name}, whole" for name in WHOLE), *CASES.keys()],
 )
 def test_decode_equals_dense_attention(case, splits, monkeypatch):
     monkeypatch.setattr(triton_decode, "num_splits", lambda programs, longest: splits)

@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 import typer
 
+from jaxinfer.config import EngineConfig
 from jaxinfer.gpu_check import cli
-from jaxinfer.gpu_check.cases import FEW_LAYERS, PROGRAMS
+from jaxinfer.gpu_check.cases import FEW_LAYERS, PROGRAMS, some_layers
 from jaxinfer.gpu_check.checks import Check, Result
 from jaxinfer.gpu_check.cli import run
 from jaxinfer.gpu_check.hlo import Array, Module
-from jaxinfer.gpu_check.target import environment
+from jaxinfer.gpu_check.target import TARGETS, environment
+from jaxinfer.known_models import known_model
+from jaxinfer.memory_plan import MemoryPlanError, plan_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,38 +32,76 @@ def require_compiler() -> None:
         pytest.skip("no compiler for GPUs is packaged for this system")
 
 
+LLAMA = "llama-3-8b"
+TELLING = ("forward 64+0", "forward 8+256")  # what is compiled here of other models
+COMPILED = [
+    (*served, name)
+    for served, names in PROGRAMS.items()
+    for name in names
+    if served[0] == LLAMA or name in TELLING
+]
+
+
+def pending(compiled: tuple[str, int, str]) -> list[pytest.MarkDecorator]:
+    """XLA's grouped product transposes all experts' weights and multiplies with each of them."""
+    experts = known_model(compiled[0]).moe and compiled[2].startswith("forward")
+    return [pytest.mark.xfail(strict=True, reason="experts need a kernel")] if experts else []
+
+
 @pytest.fixture(scope="module")
-def rows() -> dict[tuple[int, str], dict]:
-    """What `scripts/gpu_check --json` prints, by GPUs and program."""
+def rows() -> dict[tuple[str, int, str], dict]:
+    """What `scripts/gpu_check --json` prints, by model, GPUs and program."""
     require_compiler()
-    done = subprocess.run(
-        [sys.executable, "scripts/gpu_check", "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode == 0, done.stderr
-    return {(row["gpus"], row["program"]): row for row in json.loads(done.stdout)["rows"]}
+    others = dict.fromkeys(model for model, _ in PROGRAMS if model != LLAMA)
+    found = {}
+    for asked in (
+        ["--model", LLAMA],
+        [*(f"--model={model}" for model in others), *(f"--program={name}" for name in TELLING)],
+    ):
+        done = subprocess.run(
+            [sys.executable, "scripts/gpu_check", "--json", *asked],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
+        rows = json.loads(done.stdout)["rows"]
+        assert done.returncode == any(not row["passed"] for row in rows), done.stderr
+        found |= {(row["model"], row["gpus"], row["program"]): row for row in rows}
+    return found
 
 
-def test_the_engines_programs_pass(rows):
-    assert list(rows) == [(gpus, name) for gpus, names in PROGRAMS.items() for name in names]
-    for row in rows.values():
-        assert row["passed"] and not row["error"]
-        assert len(row["checks"]) == 7 and all(check["passed"] for check in row["checks"])
+@pytest.mark.parametrize("compiled", [pytest.param(c, marks=pending(c)) for c in COMPILED], ids=str)
+def test_the_engines_programs_pass(rows, compiled):
+    row = rows[compiled]
+    assert not row["error"] and len(row["checks"]) == 8
+    assert {check["name"] for check in row["checks"] if not check["passed"]} == set()
 
 
 def test_figures_are_of_the_real_plan(rows):
-    for name in PROGRAMS[1][:4]:
-        one, eight = rows[1, name]["figures"], rows[8, name]["figures"]
+    for name in PROGRAMS[LLAMA, 1][:4]:
+        one, eight = rows[LLAMA, 1, name]["figures"], rows[LLAMA, 8, name]["figures"]
         # Weights and pool fill most of a GPU's memory, and eight GPUs share the weights.
         assert one["argument_bytes"] > 16 << 30 and 0 < one["room_bytes"] < 20 << 30
         assert one["alias_bytes"] > 12 << 30
         assert eight["argument_bytes"] < one["argument_bytes"] / 2
         assert not one["collectives"]
         assert eight["collectives"] == {"all-reduce": 2 * FEW_LAYERS + 1, "all-gather": 1}
-        assert one["layer_launches"] > FEW_LAYERS
+        assert 10 < one["layer_launches"]["dense"] < 24
+
+
+def test_layers_of_each_kind_are_compiled():
+    assert list(some_layers(known_model("gemma3-27b"), FEW_LAYERS)) == [2, 3, 4, 5]
+    assert list(some_layers(known_model("deepseek-v3"), FEW_LAYERS)) == [1, 2, 3, 4]
+    assert list(some_layers(known_model(LLAMA), FEW_LAYERS)) == [0, 1, 2, 3]
+
+
+def test_deepseek_v3_in_bfloat16_is_refused_on_eight_gpus():
+    """Until weights stay quantised: only some layers of it are compiled."""
+    model, engine = known_model("deepseek-v3"), EngineConfig(tensor_parallel_size=8)
+    weights = 671_026_419_200 * 2 // 8
+    with pytest.raises(MemoryPlanError, match=r"does not fit.*weights 156.24 GiB.* is 8"):
+        plan_memory(model, engine, 8192, weights, 0, TARGETS["h200"])
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +124,22 @@ def faults() -> dict[str, dict[str, str]]:
     [
         ("not donated", {"state aliased", "no copy of pool size"}, "0.0 MiB aliased of"),
         ("copies the pool", {"no copy of pool size", "temporaries"}, "bf16["),
-        ("loops while the device says so", {"no control flow decided on the device"}, "while"),
-        ("branches as the device says", {"no control flow decided on the device"}, "cond"),
+        (
+            "loops while the device says so",
+            {"no control flow decided on the device", "launches"},
+            "while",
+        ),
+        (
+            "branches as the device says",
+            {"no control flow decided on the device", "launches"},
+            "cond",
+        ),
         (
             "not pinned to the mesh",
-            {"collectives", "results as the next program takes them"},
+            {"collectives", "results as the next program takes them", "launches"},
             "expected 1 all-gather, 3 all-reduce",
         ),
+        ("attention by XLA", {"launches"}, " of 14 in layer 0"),
         ("too little memory", {"device memory"}, "of 65,536.0 MiB"),
         ("too little room for temporaries", {"temporaries"}, "of 1.0 MiB"),
     ],
@@ -117,7 +167,9 @@ def test_a_failed_program_is_named_and_sets_the_exit_status(monkeypatch, capsys)
     with pytest.raises(typer.Exit) as left:
         cli.main(gpus=[1], program=["admit"])
     assert left.value.exit_code == 1
-    assert "admit on 1 GPU: device memory: 9 of 8" in " ".join(capsys.readouterr().err.split())
+    assert "llama-3-8b, admit on 1 GPU: device memory: 9 of 8" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,8 +177,9 @@ def test_a_failed_program_is_named_and_sets_the_exit_status(monkeypatch, capsys)
     [
         ({"target": "t4"}, "--target is one of h200"),
         ({"dry_run": True}, "--dry-run goes with --device"),
-        ({"gpus": [3]}, "--gpus is 1 or 8"),
-        ({"program": ["forward 3+3"]}, "no such program; known: forward 64+0"),
+        ({"gpus": [3]}, "no such program; known: llama-3-8b on 1: forward 64+0"),
+        ({"program": ["forward 3+3"]}, "no such program; known: llama-3-8b on 1: forward 64+0"),
+        ({"model": ["llama-9"]}, "no such program; known: llama-3-8b on 1: forward 64+0"),
     ],
 )
 def test_what_is_not_there_is_refused(asked, said, capsys):

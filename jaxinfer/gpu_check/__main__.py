@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from jaxinfer.gpu_check.cases import make_plan, model_of
+from jaxinfer.gpu_check.cases import make_plan
 from jaxinfer.gpu_check.checks import examine
 from jaxinfer.gpu_check.target import TARGETS
 
@@ -13,11 +13,12 @@ from jaxinfer.gpu_check.target import TARGETS
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", choices=TARGETS, required=True)
+    parser.add_argument("--model", required=True)
     parser.add_argument("--ways", type=int, required=True)
-    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--layers", type=int)
     parser.add_argument("--program", required=True)
     args = parser.parse_args()
-    plan = make_plan(TARGETS[args.target], args.ways, args.layers, model_of(args.program))
+    plan = make_plan(TARGETS[args.target], args.model, args.ways, args.layers)
     program = plan.programs[args.program]
     result = examine(program, plan.expectation(program), plan.model.mesh)
     print(json.dumps(result.to_json()))

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.config import EngineConfig, MlaConfig, ModelConfig
+from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.gpu_check.target import GpuTarget, devices
 from jaxinfer.known_models import known_model
-from jaxinfer.kv_pool import abstract_pools, pages_for
-from jaxinfer.memory_plan import plan_memory
+from jaxinfer.kv_pool import abstract_pools, kv_groups, pages_for
+from jaxinfer.memory_plan import plan_memory, widest_activation
 from jaxinfer.models import family_of
 from jaxinfer.params import Tree, abstract_params
 from jaxinfer.programs import Lowerable, program_set, step_shapes
@@ -25,51 +25,35 @@ from jaxinfer.step_model import StepModel
 from jaxinfer.step_plan import StepShape
 from pallas_kernels.paged_attention import choose_body
 
-LLAMA_3_8B = known_model("llama-3-8b")
-LATENT = ModelConfig(  # latent attention, of the shape of DeepSeek V2 Lite, and no experts
-    family="deepseek_v2",
-    vocab_size=102400,
-    hidden_size=2048,
-    intermediate_size=10944,
-    num_layers=27,
-    num_heads=16,
-    num_kv_heads=1,
-    head_dim=512 + 64,
-    rotary_dim=64,
-    rope_pairs="neighbours",
-    attention_scale=192**-0.5,
-    max_position=8192,
-    mla=MlaConfig(kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
-)
-LATENT_PREFIX = "latent "  # of the names of its programs
 ENGINE = EngineConfig(
     max_num_seqs=256, max_model_len=8192, max_num_batched_tokens=2048, dtype="bfloat16"
 )
 FEW_LAYERS = 4
-PROGRAMS = {  # by devices: the programs compiled by default
-    1: (
-        "forward 64+0",
-        "forward 256+0",
-        "forward 8+256",
-        "forward 256+2048",
-        "sample greedy 264",
-        "sample draw 264",
-        "sample filter 264",
-        "sample full 264",
-        "admit",
-        "load_history",
-        "latent forward 64+0",
-    ),
-    8: (
-        "forward 64+0",
-        "forward 256+0",
-        "forward 8+256",
-        "forward 256+2048",
-        "sample full 264",
-        "latent forward 8+256",
-    ),
+STEPS = ("forward 64+0", "forward 256+0", "forward 8+256", "forward 256+2048")
+OTHERS = (
+    "sample greedy 264",
+    "sample draw 264",
+    "sample filter 264",
+    "sample full 264",
+    "admit",
+    "load_history",
+)
+PROGRAMS = {  # by model and GPUs: what is compiled
+    ("llama-3-8b", 1): (*STEPS, *OTHERS),
+    ("llama-3-8b", 8): (*STEPS, "sample full 264"),
+    ("qwen3-32b", 8): STEPS,
+    ("gemma3-27b", 1): STEPS,
+    ("mixtral-8x7b", 1): STEPS,
+    ("deepseek-v3", 8): STEPS,
 }
+# In bfloat16, to which it is converted as it is loaded, it does not fit on as many GPUs: the plan
+# is one of the few layers alone.
+IN_PART = {("deepseek-v3", 8)}
 SLACK = 64 << 20
+# Of a layer in a decode step, at most. A latent layer has three products more than others; experts
+# are chosen, and rows sorted by them.
+LAUNCHES = {"dense": 14, "experts": 26, "latent": 22, "latent experts": 46}
+SHARDED_LAUNCHES = 2  # more with tensor parallelism: its all-reduces
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +65,8 @@ class Expectation:
         outputs: the sharding of every result, None where it does not matter.
         pool_array: bytes of one layer's k or v pages; no result may be that large, but updates.
         temp_limit: bytes of temporaries.
+        launches: for a step that only decodes, of each layer how many there may be; () otherwise.
+        layers: of what kind each layer is, by the names of `LAUNCHES`; () for what is no step.
         collectives: how many of each kind, all outside loops.
         memory: bytes of the device; elsewhere: bytes of it that are taken but no argument of the
             program: the rest of the engine's state, layers that were left out included.
@@ -93,6 +79,8 @@ class Expectation:
     collectives: Counter[str]
     memory: int
     elsewhere: int
+    layers: tuple[str, ...] = ()
+    launches: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,18 +100,25 @@ class Plan:
         assert mesh is not None
         ways, whole = mesh.shape["model"], replicated(mesh)
         rows, activation, collectives = 0, 0, Counter[str]()
+        layers: tuple[str, ...] = ()
+        launches: tuple[int, ...] = ()
         updated: Tree
         taken: Tree
         match program.key:
             case StepShape() as shape:
                 rows = shape.sample_rows
-                activation = _widest(config, ways) * (shape.rows + shape.chunk)
+                widest = widest_activation(config, ways) * jnp.dtype(ENGINE.dtype).itemsize
+                activation = widest * (shape.rows + shape.chunk)
+                layers = _layer_kinds(config)
+                if not shape.chunk:
+                    more = SHARDED_LAUNCHES if ways > 1 else 0
+                    launches = tuple(LAUNCHES[layer] + more for layer in layers)
                 if ways > 1:  # attention and MLP of every layer, embedding; logits
                     collectives = Counter(
                         {"all-reduce": 2 * config.num_layers + 1, "all-gather": 1}
                     )
                 updated, taken = (pools, slots), (params, pools, slots)
-                load = whole if config.moe else None
+                load = whole if any(layer.endswith("experts") for layer in layers) else None
                 outputs = (*_shardings(updated), (whole, whole), whole, load)
             case (int() as rows, variant):
                 updated = (slots, history if variant == "full" else None)
@@ -138,30 +133,31 @@ class Plan:
         return Expectation(
             updated=updated,
             outputs=outputs,
-            pool_array=device_bytes(pools[0][0]),
+            pool_array=min(device_bytes(pages) for layer in pools for pages in layer),
             temp_limit=2 * 4 * rows * config.vocab_size + 2 * activation + SLACK,
             collectives=collectives,
             memory=self.target.memory,
             elsewhere=self.resident - device_bytes(taken),
+            layers=layers,
+            launches=launches,
         )
 
 
-def model_of(program: str) -> ModelConfig:
-    """The model that a program of that name is a step of."""
-    return LATENT if program.startswith(LATENT_PREFIX) else LLAMA_3_8B
-
-
-def make_plan(
-    target: GpuTarget, ways: int, layers: int, whole_model: ModelConfig = LLAMA_3_8B
-) -> Plan:
-    """Plan memory for the whole model, then keep `layers` of it, each as large as in the whole.
+def make_plan(target: GpuTarget, name: str, ways: int, layers: int | None = None) -> Plan:
+    """Plan memory for the whole model of that name, then keep `layers` of it (None: all), each as
+    large as in the whole; models of `IN_PART` are planned as if those were all.
 
     Raises MemoryPlanError when the model does not fit, ShardingError when it does not divide.
     """
     mesh = make_mesh(devices(target, ways), ways)
     engine = dataclasses.replace(ENGINE, tensor_parallel_size=ways)
-    whole = replicated(mesh)
-    table_width = pages_for(engine.max_model_len, engine.page_size)  # type: ignore[arg-type]
+    whole, config = replicated(mesh), known_model(name)
+    kept = some_layers(config, config.num_layers if layers is None else layers)
+    model = dataclasses.replace(
+        config, num_layers=len(kept), kinds=tuple(config.kind(i) for i in kept)
+    )
+    if (name, ways) in IN_PART:
+        config, kept = model, range(len(kept))
 
     def on_all(make: Any, *sizes: Any) -> Any:
         return jax.tree.map(
@@ -169,40 +165,50 @@ def make_plan(
             jax.eval_shape(lambda: make(*sizes)),
         )
 
-    slots = on_all(empty_slots, engine.max_num_seqs, (table_width,))
-    options = on_all(empty_options, engine.max_num_seqs)
-    history = on_all(empty_history, engine.max_num_seqs, whole_model.vocab_size)
-
     def params_of(model: ModelConfig) -> Tree:
         specs = family_of(model.family).param_specs(model)
         return abstract_params(specs, engine.dtype, lambda spec: sharding_of(spec, mesh))
 
-    weights = device_bytes(params_of(whole_model))
+    length, page_size, dtype = engine.max_model_len, engine.page_size, engine.dtype
+    assert length is not None
+    num_groups = len(kv_groups(config, 1, page_size, dtype))
+    slots = on_all(empty_slots, engine.max_num_seqs, (pages_for(length, page_size),) * num_groups)
+    options = on_all(empty_options, engine.max_num_seqs)
+    history = on_all(empty_history, engine.max_num_seqs, config.vocab_size)
+    others = (slots, options, history)
+    weights = device_bytes(params_of(config))
     memory, groups = plan_memory(
-        whole_model,
+        config,
         engine,
-        engine.max_model_len,  # type: ignore[arg-type]
+        length,
         weights,
-        device_bytes((slots, options, history)),
+        device_bytes(others),
         target,  # type: ignore[arg-type]
     )
-    model = dataclasses.replace(whole_model, num_layers=layers)
-    groups = tuple(dataclasses.replace(g, layers=tuple(range(layers))) for g in groups)
+    groups = tuple(
+        dataclasses.replace(g, layers=tuple(i for i, own in enumerate(kept) if own in g.layers))
+        for g in groups
+    )
     pools = abstract_pools(groups, pool_sharding(groups[0].layer_shape, mesh, groups[0].axes))
     kind, dims = groups[0].dtype, groups[0].dims
     body = choose_body("cuda", target.name, target.compute_capability, *dims, kind)
     step = StepModel(model, groups, body.implementation, mesh)
-    state = (params_of(model), pools, slots, options, history)
-    shapes = step_shapes(
-        engine.max_num_seqs, engine.max_num_batched_tokens, engine.page_size, len(groups)
-    )
-    prefix = LATENT_PREFIX if whole_model.mla else ""
-    programs = {
-        f"{prefix}{p.name}": dataclasses.replace(p, name=f"{prefix}{p.name}")
-        for p in program_set(step, shapes, state)
-    }
-    resident = weights + memory.pool_bytes + device_bytes(state[2:])
+    state = (params_of(model), pools, *others)
+    shapes = step_shapes(engine.max_num_seqs, engine.max_num_batched_tokens, page_size, num_groups)
+    programs = {p.name: p for p in program_set(step, shapes, state)}
+    resident = weights + memory.pool_bytes + device_bytes(others)
     return Plan(target, step, state, programs, resident)
+
+
+def some_layers(config: ModelConfig, count: int) -> range:
+    """So many layers in a row: the first of those in which each kind there is occurs most often."""
+
+    def fewest(start: int) -> tuple[int, int]:
+        kinds = Counter(config.kind(i) for i in range(start, start + count))
+        return len(kinds), min(kinds.values())
+
+    start = max(range(config.num_layers - count + 1), key=fewest)
+    return range(start, start + count)
 
 
 def device_bytes(tree: Tree) -> int:
@@ -217,8 +223,8 @@ def _shardings(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def _widest(config: ModelConfig, ways: int) -> int:
-    """Bytes of a token's largest activation on one device."""
-    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    values = max(config.hidden_size, 2 * config.intermediate_size // ways, qkv // ways)
-    return values * jnp.dtype(ENGINE.dtype).itemsize
+def _layer_kinds(config: ModelConfig) -> tuple[str, ...]:
+    """Of each layer, one of `LAUNCHES`."""
+    plain, experts = ("latent", "latent experts") if config.mla else ("dense", "experts")
+    kinds = (config.kind(i) for i in range(config.num_layers))
+    return tuple(experts if config.moe and kind.moe else plain for kind in kinds)

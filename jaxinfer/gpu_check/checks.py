@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,7 +15,8 @@ from jaxinfer.gpu_check.cases import Expectation, device_bytes
 from jaxinfer.gpu_check.hlo import COLLECTIVES, SILENT, Module, Scheduled
 from jaxinfer.programs import Lowerable
 
-LAYER_SCOPE = "jit(_layer)"  # how the step's inner function shows in an operation's name
+LAYER_SCOPE = re.compile(r"/layer(\d+)/")  # how the step names the layers of its operations
+AROUND_LAYERS = 24  # launches of a decode step that belong to no layer, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,8 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The compiler's own figures. Bytes are of one device; launches are of one step."""
+    """The compiler's own figures. Bytes are of one device; launches are of one step, those of
+    layers the most that a layer of that kind has."""
 
     argument_bytes: int
     output_bytes: int
@@ -37,7 +40,7 @@ class Figures:
     temp_limit: int
     room_bytes: int
     launches: int
-    layer_launches: int
+    layer_launches: dict[str, int]
     collectives: dict[str, int]
 
 
@@ -97,6 +100,7 @@ def assess(lowered: Any, compiled: Any, expect: Expectation) -> tuple[Figures, l
     )
     scheduled = list(module.scheduled())
     launches = [s for s in scheduled if _launches(s)]
+    by_layer = _by_layer(launches)
     collectives = _collectives(scheduled)
     figures = Figures(
         argument_bytes=memory.argument_size_in_bytes,
@@ -106,7 +110,10 @@ def assess(lowered: Any, compiled: Any, expect: Expectation) -> tuple[Figures, l
         temp_limit=expect.temp_limit,
         room_bytes=expect.memory - needed,
         launches=sum(s.times for s in launches),
-        layer_launches=sum(s.times for s in launches if _in_layer(s)),
+        layer_launches={
+            kind: max(by_layer[i] for i, own in enumerate(expect.layers) if own == kind)
+            for kind in sorted(set(expect.layers))
+        },
         collectives=dict(collectives),
     )
     return figures, [
@@ -116,6 +123,7 @@ def assess(lowered: Any, compiled: Any, expect: Expectation) -> tuple[Figures, l
         _at_most("device memory", needed, expect.memory),
         _control_flow(scheduled),
         _expected_collectives(collectives, scheduled, expect),
+        _few_launches(by_layer, expect),
         _layouts(lowered, compiled, expect),
     ]
 
@@ -170,6 +178,19 @@ def _expected_collectives(
     return Check("collectives", found == expect.collectives and not looped, detail)
 
 
+def _few_launches(by_layer: Counter[int | None], expect: Expectation) -> Check:
+    """No layer of a decode step hands the device too much, and nor does what is around them."""
+    limits: dict[int | None, int] = {**dict(enumerate(expect.launches)), None: AROUND_LAYERS}
+    if not expect.launches:
+        return Check("launches", True, "no decode step")
+    too_many = [
+        f"{by_layer[i]} of {limit} in {'no layer' if i is None else f'layer {i}'}"
+        for i, limit in limits.items()
+        if by_layer[i] > limit
+    ]
+    return Check("launches", not too_many, "; ".join(too_many[:3]) or "within limits")
+
+
 def _layouts(lowered: Any, compiled: Any, expect: Expectation) -> Check:
     """Results lie as the next program takes them."""
     wrong = [
@@ -189,10 +210,14 @@ def _launches(s: Scheduled) -> bool:
     return s.instruction.opcode not in SILENT and not s.instruction.opcode.endswith("-done")
 
 
-def _in_layer(s: Scheduled) -> bool:
-    """Whether a launch, or the loop it is in, comes from a layer."""
-    frames = (s.instruction, s.loop) if s.loop else (s.instruction,)
-    return any(LAYER_SCOPE in frame.op_name for frame in frames)
+def _by_layer(launches: list[Scheduled]) -> Counter[int | None]:
+    """Launches by the layer that they, or the loop they are in, come from; None: from none."""
+    found: Counter[int | None] = Counter()
+    for s in launches:
+        names = [s.instruction.op_name, s.loop.op_name if s.loop else ""]
+        layer = next(filter(None, map(LAYER_SCOPE.search, names)), None)
+        found[int(layer[1]) if layer else None] += s.times
+    return found
 
 
 def _kind(s: Scheduled) -> str | None:

@@ -16,14 +16,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from jaxinfer.gpu_check import kernel_report
-from jaxinfer.gpu_check.cases import FEW_LAYERS, PROGRAMS, model_of
+from jaxinfer.gpu_check import kernel_report, step_report
+from jaxinfer.gpu_check.cases import FEW_LAYERS, IN_PART, PROGRAMS
 from jaxinfer.gpu_check.checks import Result
 from jaxinfer.gpu_check.on_device.command import run_on_device
 from jaxinfer.gpu_check.target import TARGETS, environment
+from jaxinfer.known_models import known_model
 
 TIMEOUT = 900  # seconds for one program
-RECORDED = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+RECORDED = DOCS / "kernels.md"
 INSTALL = "the compiler for GPUs is not installed; run: pip install '.[gpu-check]'"
 
 
@@ -32,6 +34,7 @@ class Job:
     """One program to compile in a process of its own."""
 
     target: str
+    model: str
     ways: int
     layers: int
     program: str
@@ -39,7 +42,8 @@ class Job:
     def command(self) -> list[str]:
         return [
             *(sys.executable, "-m", "jaxinfer.gpu_check", "--target", self.target),
-            *("--ways", str(self.ways), "--layers", str(self.layers), "--program", self.program),
+            *("--model", self.model, "--ways", str(self.ways)),
+            *("--layers", str(self.layers), "--program", self.program),
         ]
 
 
@@ -67,6 +71,9 @@ def run(program: str, command: list[str]) -> Result:
 def main(
     full: Annotated[bool, typer.Option(help="All layers of the model, not a few.")] = False,
     target: Annotated[str, typer.Option(help=f"One of {', '.join(TARGETS)}.")] = "h200",
+    model: Annotated[
+        list[str] | None, typer.Option(help="Some of the models, e.g. llama-3-8b.")
+    ] = None,
     gpus: Annotated[list[int] | None, typer.Option(help="1, 8; default both.")] = None,
     program: Annotated[
         list[str] | None, typer.Option(help="Only these, e.g. 'forward 64+0'.")
@@ -77,7 +84,7 @@ def main(
         bool, typer.Option(help="The attention kernels by themselves, for every kind of GPU.")
     ] = False,
     record: Annotated[
-        bool, typer.Option(help="With --kernels: write their figures into docs/kernels.md.")
+        bool, typer.Option(help="Write the figures into docs/gpu.md, or docs/kernels.md.")
     ] = False,
     device: Annotated[
         bool, typer.Option("--device", help="Run on the GPU at hand: results, times, block sizes.")
@@ -111,19 +118,21 @@ def main(
         raise typer.Exit(2)
     if kernels:
         raise typer.Exit(_check_kernels(errors, jobs, record, as_json))
-    if target not in TARGETS or not set(gpus or ()) <= set(PROGRAMS):
-        errors.print(f"--target is one of {', '.join(TARGETS)}; --gpus is 1 or 8", markup=False)
+    if target not in TARGETS:
+        errors.print(f"--target is one of {', '.join(TARGETS)}", markup=False)
         raise typer.Exit(2)
     if device:
         raise typer.Exit(run_on_device(errors, out, minutes, only or (), as_json, target))
     todo = [
-        Job(target, ways, model_of(name).num_layers if full else FEW_LAYERS, name)
-        for ways in gpus or PROGRAMS
-        for name in PROGRAMS[ways]
-        if not program or name in program
+        Job(target, name, ways, _layers(name, ways, full), step)
+        for (name, ways), steps in PROGRAMS.items()
+        for step in steps
+        if not ((model and name not in model) or (gpus and ways not in gpus))
+        if not program or step in program
     ]
     if not todo:
-        errors.print(f"no such program; known: {', '.join(PROGRAMS[1])}", markup=False)
+        known = (f"{name} on {ways}: {', '.join(PROGRAMS[name, ways])}" for name, ways in PROGRAMS)
+        errors.print(f"no such program; known: {'; '.join(known)}", markup=False)
         raise typer.Exit(2)
     with ThreadPoolExecutor(jobs) as pool, errors.status("compiling") as status:
         results = []
@@ -134,9 +143,12 @@ def main(
         print(json.dumps({"target": target, "rows": [_row(*r) for r in results]}, indent=2))
     else:
         _print(TARGETS[target].name, results)
+    if record:
+        rows = [(job.model, job.ways, job.layers, result) for job, result in results]
+        kernel_report.write(step_report.table(TARGETS[target].name, rows), DOCS / "gpu.md")
     failed = [(job, result) for job, result in results if not result.passed]
     for job, result in failed:
-        where = f"{job.program} on {job.ways} GPU: "
+        where = f"{job.model}, {job.program} on {job.ways} GPU: "
         if result.error:
             errors.print(f"failed: {where}{result.error}", markup=False, soft_wrap=True)
         for check in result.checks:
@@ -160,43 +172,27 @@ def _check_kernels(errors: Console, jobs: int, record: bool, as_json: bool) -> i
     for problem in wrong:
         errors.print(f"failed: {problem}", markup=False, soft_wrap=True)
     if record and not wrong:
-        kernel_report.write(report, RECORDED)
+        kernel_report.write(kernel_report.table(report), RECORDED)
     return 1 if wrong else 0
 
 
+def _layers(model: str, ways: int, full: bool) -> int:
+    """How many layers of a model are compiled."""
+    return known_model(model).num_layers if full and (model, ways) not in IN_PART else FEW_LAYERS
+
+
 def _row(job: Job, result: Result) -> dict:
-    return {"gpus": job.ways, "layers": job.layers} | result.to_json()
+    return {"model": job.model, "gpus": job.ways, "layers": job.layers} | result.to_json()
 
 
 def _print(target: str, results: list[tuple[Job, Result]]) -> None:
-    models = "Llama 3 8B (latent: attention of DeepSeek V2 Lite) in bf16"
-    table = Table(title=f"{models}, compiled for {target}; nothing was executed")
-    for heading in ("program", "GPUs", "layers"):
-        table.add_column(heading)
-    for heading in (
-        "arguments\nGiB",
-        "aliased\nGiB",
-        "temporaries\nMiB (limit)",
-        "room left\nGiB",
-        "launches\n(a layer)",
-    ):
-        table.add_column(heading, justify="right")
-    for heading in ("collectives", "CPU s", "result"):
+    table = Table(title=f"In bfloat16, compiled for {target}; nothing was executed")
+    for heading in step_report.HEADINGS:
+        table.add_column(heading, justify="right" if "\n" in heading else "left")
+    for heading in ("CPU s", "result"):
         table.add_column(heading)
     for job, result in results:
-        in_layers = "forward" in job.program
-        row = [job.program, str(job.ways), str(job.layers) if in_layers else "-"]
-        if f := result.figures:
-            row += [
-                f"{f.argument_bytes / 2**30:.2f}",
-                f"{f.alias_bytes / 2**30:.2f}",
-                f"{f.temp_bytes / 2**20:.0f} ({f.temp_limit / 2**20:.0f})",
-                f"{f.room_bytes / 2**30:.1f}",
-                f"{f.launches}" + f" ({f.layer_launches / job.layers:.0f})" * in_layers,
-                ", ".join(f"{n} {kind}" for kind, n in f.collectives.items()) or "-",
-            ]
-        else:
-            row += ["-"] * 6
+        row = step_report.cells(job.model, job.ways, job.layers, result)
         table.add_row(
             *row, f"{result.seconds:.0f}", "[green]ok[/]" if result.passed else "[red]FAILED[/]"
         )

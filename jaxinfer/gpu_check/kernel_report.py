@@ -70,11 +70,11 @@ def table(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(report: Report, path: Path) -> None:
-    """Put the table into a text, between its marks."""
+def write(table: str, path: Path) -> None:
+    """Put a table into a text, between its marks."""
     text = path.read_text()
     before, after = text.split(_BEGIN)[0], text.split(_END)[1]
-    path.write_text(before + _BEGIN + table(report) + _END + after)
+    path.write_text(before + _BEGIN + table + _END + after)
 
 
 def _cell(kernels: Sequence[Kernel], kernel: str, case: str) -> str:

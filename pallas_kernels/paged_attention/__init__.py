@@ -15,7 +15,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention import reference, triton_blocks, triton_decode, triton_prefill
+from pallas_kernels.paged_attention import (
+    reference,
+    triton_blocks,
+    triton_decode,
+    triton_prefill,
+    triton_write,
+)
 from pallas_kernels.paged_attention.dispatch import Body, Implementation, choose_body
 
 
@@ -103,6 +109,33 @@ def write_kv(
     return k_pool, v_pool.at[pages, :, offsets].set(v, mode="promise_in_bounds")
 
 
+def rotate_and_write(
+    qkv: Float[Array, "T KV G2 hd"],
+    k_pool: Float[Array, "P KV ps hd"],
+    v_pool: Float[Array, "P KV ps hd"],
+    pages: Int[Array, " T"],
+    offsets: Int[Array, " T"],
+    rotary: tuple[Float[Array, "T half"], Float[Array, "T half"]],
+    norms: tuple[Float[Array, " hd"], Float[Array, " hd"]] | None,
+    *,
+    eps: float,
+    norm_offset: float,
+    implementation: Implementation,
+) -> tuple[Float[Array, "T KV G hd"], Float[Array, "P KV ps hd"], Float[Array, "P KV ps hd"]]:
+    """Queries as attention takes them, and the pages with the step's keys and values.
+
+    Of each key/value head `qkv` has the queries that share it, its key and its value, as projected.
+    Queries and keys are normed by root mean square, if there are weights for it, which are
+    `norm_offset` too small; then their halves are rotated. Kernels only: with operations of XLA's
+    it is a norm, a rotation and `write_kv`.
+    """
+    interpret = implementation == "triton_interpreted"
+    where = (qkv, k_pool, v_pool, pages, offsets, rotary, norms)
+    return triton_write.rotate_and_write(
+        *where, eps=eps, norm_offset=norm_offset, interpret=interpret
+    )
+
+
 def write_latent(
     pool: Float[Array, "P 1 ps hd"],
     pages: Int[Array, " T"],
@@ -155,6 +188,7 @@ __all__ = [
     "choose_body",
     "paged_attention",
     "paged_prefill",
+    "rotate_and_write",
     "write_kv",
     "write_latent",
 ]

@@ -50,19 +50,25 @@ def paged_attention(
     heads = kv_heads * row_blocks
     splits = num_splits(slots * heads, longest if window is None else min(longest, window))
     shape = (slots, kv_heads, group, splits)
-    scales = [] if pool.k_scale is None else [pool.k_scale, pool.v_scale]
-    top, total, values = pl.pallas_call(
-        functools.partial(_kernel, o, row_blocks, splits, pool.v is not None),
+    whole = [jax.ShapeDtypeStruct((*shape[:3], value_dim), q.dtype)]
+    split = [
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+        jax.ShapeDtypeStruct((*shape, value_dim), jnp.float32),
+    ]
+    alone = splits == 1
+    optional = [*pool, sinks.astype(jnp.float32) if alone and sinks is not None else None]
+    found = pl.pallas_call(
+        functools.partial(_kernel, o, row_blocks, splits, tuple(x is not None for x in optional)),
         grid=(slots, heads, splits),
-        out_shape=[
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-            jax.ShapeDtypeStruct((*shape, value_dim), jnp.float32),
-        ],
+        out_shape=whole if alone else split,
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="paged_attention",
-    )(q, page_table, kv_lens, pool.k, *([] if pool.v is None else [pool.v]), *scales)
+    )(q, page_table, kv_lens, *(x for x in optional if x is not None))
+    if alone:
+        return found[0]
+    top, total, values = found
     return _combine(top, total, values, sinks, kv_lens, q.dtype)
 
 
@@ -89,14 +95,15 @@ def _kernel(
     o: Options,
     row_blocks: int,
     splits: int,
-    values_apart: bool,
+    given: tuple[bool, ...],
     q_ref: Any,
     table: Any,
     lens: Any,
     *refs: Any,
 ) -> None:
-    pages, (top_ref, total_ref, values_ref) = refs[:-3], refs[-3:]
-    pool = Pool(*pages) if values_apart else Pool(pages[0], None, *pages[1:])
+    arrays, outs = iter(refs), refs[sum(given) :]
+    *pages, sinks = (next(arrays) if there else None for there in given)
+    pool = Pool(*pages)
     slot, split = pl.program_id(0), pl.program_id(2)
     head, part = pl.program_id(1) // row_blocks, pl.program_id(1) % row_blocks
     length = plgpu.load(lens.at[slot])
@@ -119,11 +126,29 @@ def _kernel(
         lambda i, state: turn(i, seen, state),
         blocks.start_state(o),
     )
+    if splits == 1:
+        sink = None if sinks is None else plgpu.load(sinks.at[head, rows], mask=real, other=0.0)
+        for dims, value in zip(blocks.parts(o.value_dim), _finished(top, total, values, sink)):
+            where = outs[0].at[slot, head, rows[:, None], blocks.dims_of(dims)]
+            plgpu.store(where, value.astype(outs[0].dtype), mask=real[:, None])
+        return
+    top_ref, total_ref, values_ref = outs
     plgpu.store(top_ref.at[slot, head, rows, split], top, mask=real)
     plgpu.store(total_ref.at[slot, head, rows, split], total, mask=real)
     for dims, value in zip(blocks.parts(o.value_dim), values):
         where = values_ref.at[slot, head, rows[:, None], split, blocks.dims_of(dims)]
         plgpu.store(where, value, mask=real[:, None])
+
+
+def _finished(top: Any, total: Any, values: Any, sink: Any) -> list[Any]:
+    """Parts of the result of rows all of whose keys were seen; zero if there were none."""
+    decay = jnp.ones_like(total)
+    if sink is not None:
+        raised = jnp.maximum(top, sink)
+        decay = jnp.exp(top - raised)
+        total = total * decay + jnp.exp(sink - raised)
+    factor = (decay / jnp.where(total == 0, 1.0, total))[:, None]
+    return [value * factor for value in values]  # NaN stays: the row failed
 
 
 def _combine(
