@@ -85,7 +85,8 @@ def rounded_rows(x: np.ndarray, activations: str) -> np.ndarray:
     most = 448.0 if activations == "float8_e4m3fn" else 127.0
     # The scale and the units in float32, as they are computed: where a unit lies between two
     # integers, the last bit decides.
-    scales = (np.abs(x).max(-1, keepdims=True).astype(np.float32) / np.float32(most)).astype("f4")
+    scales = np.abs(x).max(-1, keepdims=True).astype(np.float32) / np.float32(most)
+    scales = np.maximum(scales, np.float32(1e-12))
     units = (x.astype(np.float32) * (np.float32(1) / scales)).astype(np.float32)
     if activations == "float8_e4m3fn":
         kept = units.astype(jnp.float8_e4m3fn).astype(np.float64)

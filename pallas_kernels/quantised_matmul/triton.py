@@ -12,7 +12,14 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.quantised_matmul.activations import rounded
-from pallas_kernels.quantised_matmul.triton_product import Options, Refs, product, step_columns
+from pallas_kernels.quantised_matmul.triton_product import (
+    Options,
+    Refs,
+    load,
+    options,
+    product,
+    store,
+)
 from pallas_kernels.quantised_matmul.weight import QuantisedWeight
 
 # Rows of x, at most: rows and outputs of a block, warps, and stages of the loop.
@@ -29,14 +36,12 @@ def quantised_matmul(
     """See the package. Columns are divided over as many programs as shapes alone say, and their
     sums added in order, so a row's result does not depend on its neighbours."""
     outputs, columns = weight.shape
-    x = x if weight.order is None else x[:, weight.order]
-    taken = rounded(x, weight.activations)
     decode = x.shape[0] <= DECODE_ROWS
-    rows, width, warps, stages = next(
-        block for most, *block in BLOCKS if taken.values.shape[0] <= most
-    )
-    o = options(weight, rows, width)
-    grid = (pl.cdiv(taken.values.shape[0], rows), pl.cdiv(outputs, width))
+    taken = rounded(x if weight.order is None else x[:, weight.order], weight.activations)
+    count = taken.values.shape[0]
+    rows, width, warps, stages = next(block for most, *block in BLOCKS if count <= most)
+    o = options(weight.bits, columns, weight.block, rows, width)
+    grid = (pl.cdiv(count, rows), pl.cdiv(outputs, width))
     splits = num_splits(grid[1], columns // o.columns) if decode else 1
     plain = splits == taken.terms == 1
     dtype = out_dtype if plain else jnp.float32
@@ -47,19 +52,12 @@ def quantised_matmul(
     out = pl.pallas_call(
         functools.partial(_kernel, o, splits, weight.zeros is not None, taken.scales is not None),
         grid=(*grid, splits),
-        out_shape=jax.ShapeDtypeStruct((splits, taken.values.shape[0], outputs), dtype),
+        out_shape=jax.ShapeDtypeStruct((splits, count, outputs), dtype),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name="quantised_matmul",
     )(*arrays)
     return out[0] if plain else taken.total(out.sum(axis=0)).astype(out_dtype)
-
-
-def options(weight: QuantisedWeight, rows: int, outputs: int) -> Options:
-    """What a kernel is specialised for, by the weight's kind and a block's size."""
-    columns, (scale_rows, group) = weight.shape[-1], weight.block
-    step = step_columns(columns, group)
-    return Options(weight.bits, step, group if group < columns else 0, scale_rows, rows, outputs)
 
 
 def num_splits(programs: int, turns: int) -> int:
@@ -79,27 +77,8 @@ def _kernel(o: Options, splits: int, with_zeros: bool, x_scaled: bool, x: Any, *
     begin, end = split * share, jnp.minimum((split + 1) * share, turns)
     total = product(o, x, Refs(*weights), 0, rows, real, outputs, inside, begin, end)
     if x_scaled:
-        scales = x_scales.at[rows]
-        total = (
-            total
-            * (plgpu.load(scales) if real is None else plgpu.load(scales, mask=real, other=0.0))[
-                None, :
-            ]
-        )
+        total = total * load(x_scales.at[rows], real)[None, :]
     store(out.at[split, rows[None, :], outputs[:, None]], total, real, inside)
-
-
-def store(at: Any, total: Float[Array, "N R"], real: Any, inside: Any) -> None:
-    """Write a block of outputs and rows, those that exist."""
-    masks = [real[None, :]] if real is not None else []
-    masks += [inside[:, None]] if inside is not None else []
-    total = total.astype(at.dtype)
-    if masks:
-        plgpu.store(
-            at, total, mask=jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), total.shape)
-        )
-    else:
-        plgpu.store(at, total)
 
 
 # By itself, to be compiled and timed; in a step it is part of that program.

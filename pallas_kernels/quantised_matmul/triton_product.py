@@ -8,6 +8,7 @@ sums, so nothing is rounded on the way. Columns are summed in one order whatever
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -56,6 +57,28 @@ def step_columns(columns: int, group: int) -> int:
     return step if step >= FEWEST_COLUMNS else 0
 
 
+def options(bits: int, columns: int, block: tuple[int, int], rows: int, outputs: int) -> Options:
+    """What a kernel is specialised for, by a weight's kind and the size of the kernel's blocks."""
+    scale_rows, group = block
+    step = step_columns(columns, group)
+    return Options(bits, step, group if group < columns else 0, scale_rows, rows, outputs)
+
+
+def load(at: Any, mask: Any) -> Any:
+    """What a reference refers to; zero where a mask says so."""
+    if mask is None:
+        return plgpu.load(at)
+    return plgpu.load(at, mask=mask, other=jnp.zeros((), at.dtype))
+
+
+def store(at: Any, total: Float[Array, "N R"], real: Any, inside: Any) -> None:
+    """Write a block of outputs and rows: those that are real, and inside."""
+    masks = [real[None, :]] if real is not None else []
+    masks += [inside[:, None]] if inside is not None else []
+    mask = functools.reduce(jnp.logical_and, masks) if masks else None
+    plgpu.store(at, total.astype(at.dtype), mask=mask)
+
+
 def product(
     o: Options,
     x: Any,
@@ -75,21 +98,14 @@ def product(
 
     def load_x(first: Any, count: int) -> Num[Array, "R K"]:
         at = x.at[rows[:, None], (first + jnp.arange(count))[None, :]]
-        if real is None:
-            return plgpu.load(at)
-        return plgpu.load(at, mask=real[:, None], other=jnp.zeros((), x.dtype))
+        return load(at, None if real is None else real[:, None])
 
     def by_output(array: Any, group: Any) -> Num[Array, " N"]:
-        at = array.at[expert, group, outputs // o.scale_rows]
-        if inside is None:
-            return plgpu.load(at)
-        return plgpu.load(at, mask=inside, other=jnp.zeros((), array.dtype))
+        return load(array.at[expert, group, outputs // o.scale_rows], inside)
 
     def load_values(first: Any, count: int) -> Num[Array, "N K"]:
         at = weight.values.at[expert, outputs[:, None], (first + jnp.arange(count))[None, :]]
-        if inside is None:
-            return plgpu.load(at)
-        return plgpu.load(at, mask=inside[:, None], other=jnp.zeros((), weight.values.dtype))
+        return load(at, None if inside is None else inside[:, None])
 
     def of_group(i: Any) -> Any:
         return i * o.columns // o.group if o.group else 0

@@ -1,0 +1,101 @@
+"""Grouped products for GPUs by Triton: as much work as there are rows, planned on the device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int, Num
+
+from pallas_kernels.quantised_matmul.activations import rounded
+from pallas_kernels.quantised_matmul.triton_product import (
+    Options,
+    Refs,
+    load,
+    options,
+    product,
+    store,
+)
+from pallas_kernels.quantised_matmul.weight import QuantisedWeight
+
+# By an expert's mean share of rows, at most: rows and outputs of a block, warps, stages.
+BLOCKS = ((16, 16, 64, 4, 4), (32, 32, 64, 4, 4), (64, 64, 64, 4, 3), (1 << 31, 128, 128, 8, 3))
+
+
+def grouped_matmul(
+    x: Float[Array, "R K"],
+    weights: QuantisedWeight | Num[Array, "E N K"],
+    group_sizes: Int[Array, " E"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "R N"]:
+    """See the package. A program computes a block of outputs for one tile of an expert's rows."""
+    kind, activations = (16, (1, x.shape[1])), "as_given"
+    arrays: tuple[Any, ...] = (weights,)
+    if isinstance(weights, QuantisedWeight):
+        kind, activations = (weights.bits, weights.block), weights.activations
+        arrays = (weights.values, weights.scales, weights.zeros)
+    (experts, outputs, columns), taken = weights.shape, rounded(x, activations)
+    count, dtype = taken.values.shape[0], x.dtype if taken.terms == 1 else jnp.float32
+    rows, width, warps, stages = next(block for most, *block in BLOCKS if count // experts <= most)
+    o = options(kind[0], columns, kind[1], rows, width)
+    tiles = tile_table(group_sizes * taken.terms, count, rows)
+    arrays = tuple(array for array in arrays if array is not None)
+    scales = () if taken.scales is None else (taken.scales,)
+    out = pl.pallas_call(
+        functools.partial(_kernel, o, len(arrays)),
+        grid=(tiles.shape[0], pl.cdiv(outputs, width)),
+        out_shape=jax.ShapeDtypeStruct((count, outputs), dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+        name="grouped_matmul",
+    )(tiles, taken.values, *arrays, *scales)
+    return taken.total(out).astype(x.dtype)
+
+
+def tile_table(group_sizes: Int[Array, " E"], rows: int, height: int) -> Int[Array, "tiles 3"]:
+    """(expert, first row, rows) of every tile: at most `height` rows of one expert.
+
+    Rows past the groups' sum are those of expert E, which has no weights. There are as many tiles
+    as any division of so many rows could need; those it does not need have no rows.
+    """
+    groups = group_sizes.shape[0] + 1
+    most = (rows + min(groups, rows) * (height - 1)) // height
+    sizes = jnp.append(group_sizes, rows - jnp.sum(group_sizes)).astype(jnp.int32)
+    counts = -(-sizes // height)
+    ends, last_tiles = jnp.cumsum(sizes), jnp.cumsum(counts)
+    tiles = jnp.arange(most, dtype=jnp.int32)
+    expert = jnp.sum(last_tiles[None] <= tiles[:, None], axis=1, dtype=jnp.int32)
+    past = expert == groups
+    expert = jnp.minimum(expert, groups - 1)
+    within = tiles - (last_tiles - counts)[expert]
+    first = (ends - sizes)[expert] + within * height
+    count = jnp.where(past, 0, jnp.minimum(height, ends[expert] - first))
+    return jnp.stack([expert, first, count], axis=1)
+
+
+def _kernel(o: Options, weights: int, tiles: Any, x: Any, *refs: Any) -> None:
+    weight, x_scales, out = Refs(*refs[:weights]), refs[weights:-1], refs[-1]
+    tile = pl.program_id(0)
+    expert, first, count = (plgpu.load(tiles.at[tile, jnp.int32(i)]) for i in range(3))
+    member = jnp.arange(o.rows)
+    rows, real = first + member, member < count
+    outputs = pl.program_id(1) * o.outputs + jnp.arange(o.outputs)
+    inside = outputs < out.shape[1] if out.shape[1] % o.outputs else None
+    # Tiles without rows, and rows of no expert, which are zero, read no weights.
+    known = expert < weight.values.shape[0]
+    turns, none = jnp.int32(x.shape[1] // o.columns), jnp.int32(0)
+    end = jnp.where((count > 0) & known, turns, none)
+    expert = jnp.where(known, expert, 0)
+    total = product(o, x, weight, expert, rows, real, outputs, inside, none, end)
+    if x_scales:
+        total = total * load(x_scales[0].at[rows], real & known)[None, :]
+    store(out.at[rows[None, :], outputs[:, None]], total, real, inside)
+
+
+# By itself, to be compiled and timed; in a step it is part of that program.
+program = jax.jit(grouped_matmul, static_argnames=("interpret",))
