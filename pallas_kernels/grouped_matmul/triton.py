@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int, Num
 
+from pallas_kernels.grouped_matmul.triton_tiles import tile_table
 from pallas_kernels.quantised_matmul.activations import rounded
 from pallas_kernels.quantised_matmul.triton_product import (
     Options,
@@ -43,7 +44,7 @@ def grouped_matmul(
     count, dtype = taken.values.shape[0], x.dtype if taken.terms == 1 else jnp.float32
     rows, width, warps, stages = next(block for most, *block in BLOCKS if count // experts <= most)
     o = options(kind[0], columns, kind[1], rows, width)
-    tiles = tile_table(group_sizes * taken.terms, count, rows)
+    tiles = tile_table(group_sizes * taken.terms, count, rows, interpret=interpret)
     arrays = tuple(array for array in arrays if array is not None)
     scales = () if taken.scales is None else (taken.scales,)
     out = pl.pallas_call(
@@ -55,27 +56,6 @@ def grouped_matmul(
         name="grouped_matmul",
     )(tiles, taken.values, *arrays, *scales)
     return taken.total(out).astype(x.dtype)
-
-
-def tile_table(group_sizes: Int[Array, " E"], rows: int, height: int) -> Int[Array, "tiles 3"]:
-    """(expert, first row, rows) of every tile: at most `height` rows of one expert.
-
-    Rows past the groups' sum are those of expert E, which has no weights. There are as many tiles
-    as any division of so many rows could need; those it does not need have no rows.
-    """
-    groups = group_sizes.shape[0] + 1
-    most = (rows + min(groups, rows) * (height - 1)) // height
-    sizes = jnp.append(group_sizes, rows - jnp.sum(group_sizes)).astype(jnp.int32)
-    counts = -(-sizes // height)
-    ends, last_tiles = jnp.cumsum(sizes), jnp.cumsum(counts)
-    tiles = jnp.arange(most, dtype=jnp.int32)
-    expert = jnp.sum(last_tiles[None] <= tiles[:, None], axis=1, dtype=jnp.int32)
-    past = expert == groups
-    expert = jnp.minimum(expert, groups - 1)
-    within = tiles - (last_tiles - counts)[expert]
-    first = (ends - sizes)[expert] + within * height
-    count = jnp.where(past, 0, jnp.minimum(height, ends[expert] - first))
-    return jnp.stack([expert, first, count], axis=1)
 
 
 def _kernel(o: Options, weights: int, tiles: Any, x: Any, *refs: Any) -> None:
