@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.config import EngineConfig, MlaConfig, ModelConfig, RopeConfig
+from jaxinfer.experts import choose_experts
 from jaxinfer.gpu_check.target import GpuTarget, devices
 from jaxinfer.kv_pool import abstract_pools, pages_for
 from jaxinfer.memory_plan import plan_memory
@@ -22,6 +23,7 @@ from jaxinfer.sharding import make_mesh, pool_sharding, replicated, sharding_of
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
 from jaxinfer.step_model import StepModel
 from jaxinfer.step_plan import StepShape
+from pallas_kernels.dispatch import Device
 from pallas_kernels.paged_attention import choose_body
 
 LLAMA_3_8B = ModelConfig(
@@ -200,8 +202,11 @@ def make_plan(
     groups = tuple(dataclasses.replace(g, layers=tuple(range(layers))) for g in groups)
     pools = abstract_pools(groups, pool_sharding(groups[0].layer_shape, mesh, groups[0].axes))
     kind, dims = groups[0].dtype, groups[0].dims
-    body = choose_body("cuda", target.name, target.compute_capability, *dims, kind)
-    step = StepModel(model, groups, body.implementation, mesh)
+    device = Device("cuda", target.name, target.compute_capability)
+    attention = choose_body(*device, *dims, kind).implementation
+    experts = choose_experts(device, model, engine.dtype, ways)
+    grouped = None if experts is None else experts.implementation
+    step = StepModel(model, groups, attention, mesh, experts=grouped)
     state = (params_of(model), pools, slots, options, history)
     shapes = step_shapes(
         engine.max_num_seqs, engine.max_num_batched_tokens, engine.page_size, len(groups)

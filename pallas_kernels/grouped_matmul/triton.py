@@ -21,7 +21,7 @@ from pallas_kernels.quantised_matmul.triton_product import (
     product,
     store,
 )
-from pallas_kernels.quantised_matmul.weight import QuantisedWeight
+from pallas_kernels.quantised_matmul.weight import Activations, QuantisedWeight
 
 # By an expert's mean share of rows, at most: rows and outputs of a block, warps, stages.
 BLOCKS = ((16, 16, 64, 4, 4), (32, 32, 64, 4, 4), (64, 64, 64, 4, 3), (1 << 31, 128, 128, 8, 3))
@@ -35,8 +35,8 @@ def grouped_matmul(
     interpret: bool = False,
 ) -> Float[Array, "R N"]:
     """See the package. A program computes a block of outputs for one tile of an expert's rows."""
-    kind, activations = (16, (1, x.shape[1])), "as_given"
-    arrays: tuple[Any, ...] = (weights,)
+    kind, arrays = (16, (1, x.shape[1])), (weights,)
+    activations: Activations = "as_given"
     if isinstance(weights, QuantisedWeight):
         kind, activations = (weights.bits, weights.block), weights.activations
         arrays = (weights.values, weights.scales, weights.zeros)
