@@ -35,17 +35,12 @@ def grouped_matmul(
     interpret: bool = False,
 ) -> Float[Array, "R N"]:
     """See the package. A program computes a block of outputs for one tile of an expert's rows."""
-    kind, arrays = (16, (1, x.shape[1])), (weights,)
-    activations: Activations = "as_given"
-    if isinstance(weights, QuantisedWeight):
-        kind, activations = (weights.bits, weights.block), weights.activations
-        arrays = (weights.values, weights.scales, weights.zeros)
+    (bits, block, activations), arrays = _stored(weights)
     (experts, outputs, columns), taken = weights.shape, rounded(x, activations)
     count, dtype = taken.values.shape[0], x.dtype if taken.terms == 1 else jnp.float32
-    rows, width, warps, stages = next(block for most, *block in BLOCKS if count // experts <= most)
-    o = options(kind[0], columns, kind[1], rows, width)
+    rows, width, warps, stages = next(sizes for most, *sizes in BLOCKS if count // experts <= most)
+    o = options(bits, columns, block, rows, width)
     tiles = tile_table(group_sizes * taken.terms, count, rows, interpret=interpret)
-    arrays = tuple(array for array in arrays if array is not None)
     scales = () if taken.scales is None else (taken.scales,)
     out = pl.pallas_call(
         functools.partial(_kernel, o, len(arrays)),
@@ -56,6 +51,17 @@ def grouped_matmul(
         name="grouped_matmul",
     )(tiles, taken.values, *arrays, *scales)
     return taken.total(out).astype(x.dtype)
+
+
+def _stored(
+    weights: QuantisedWeight | Num[Array, "E N K"],
+) -> tuple[tuple[int, tuple[int, int], Activations], list[Array]]:
+    """(bits, block, activations) of weights, and their arrays in the order of `Refs`."""
+    if not isinstance(weights, QuantisedWeight):
+        return (16, (1, weights.shape[2]), "as_given"), [weights]
+    arrays = [weights.values, weights.scales, weights.zeros]
+    kind = (weights.bits, weights.block, weights.activations)
+    return kind, [array for array in arrays if array is not None]
 
 
 def _kernel(o: Options, weights: int, tiles: Any, x: Any, *refs: Any) -> None:

@@ -136,8 +136,9 @@ def dequantise(weight: QuantisedWeight, dtype: Any = jnp.float32) -> Array:
     return whole.astype(dtype)
 
 
-def pack_int4(values: Array, group: int) -> Array:
-    """Bytes [..., N, K / 2] of values 0 to 15 [..., N, K]; see `QuantisedWeight.values`."""
+def pack_int4(values: Any, group: int) -> Any:
+    """Bytes [..., N, K / 2] of values 0 to 15 [..., N, K]; see `QuantisedWeight.values`. Arrays are
+    JAX's or NumPy's."""
     *lead, columns = values.shape
     halves = values.astype(jnp.uint8).reshape(*lead, columns // group, 2, group // 2)
     return (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*lead, columns // 2)
