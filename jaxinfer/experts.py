@@ -17,15 +17,17 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.models.base import Experts, Routed
 from jaxinfer.sharding import partition_spec
 from jaxinfer.step_model import StepModel
-from pallas_kernels.dispatch import Device
-from pallas_kernels.grouped_matmul import Body, choose_body, grouped_matmul
+from pallas_kernels.dispatch import Body, Device
+from pallas_kernels.grouped_matmul import Implementation, choose_body, grouped_matmul
 
 # Logical axes of what experts have on a device.
 GATE_UP, DOWN = ("experts", "mlp", None, None, "embed"), ("experts", "embed", "mlp")
 BIAS = (None, "mlp", None, None)
 
 
-def choose_experts(device: Device, config: ModelConfig, dtype: Any, ways: int = 1) -> Body | None:
+def choose_experts(
+    device: Device, config: ModelConfig, dtype: Any, ways: int = 1
+) -> Body[Implementation] | None:
     """What multiplies with weights of that dtype over `ways` devices; None without experts."""
     if config.moe is None:
         return None

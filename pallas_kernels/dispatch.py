@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jax.experimental.pallas import triton
 
 Capability = tuple[int, int]  # CUDA's compute capability
 TENSOR_CORES: Capability = (8, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Body[Implementation]:
+    """An implementation, and why it is no kernel where kernels would be expected."""
+
+    implementation: Implementation
+    why: str = ""
 
 
 class Device(NamedTuple):

@@ -73,7 +73,7 @@ def main(
     jobs: Annotated[int, typer.Option(help="Compilers at a time.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     kernels: Annotated[
-        bool, typer.Option(help="The attention kernels by themselves, for every kind of GPU.")
+        bool, typer.Option(help="The kernels by themselves, for every kind of GPU.")
     ] = False,
     record: Annotated[
         bool, typer.Option(help="With --kernels: write their figures into docs/kernels.md.")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from pallas_kernels.dispatch import Device
+from pallas_kernels.dispatch import Body, Device
 from pallas_kernels.quantised_matmul.dispatch import problem
 
 # "segments" computes tiles of rows of one expert: its work is that of the rows there are. Right for
@@ -13,14 +13,7 @@ from pallas_kernels.quantised_matmul.dispatch import problem
 Implementation = Literal["segments", "ragged", "triton", "triton_interpreted"]
 
 
-class Body(NamedTuple):
-    """An implementation, and why it is no kernel where kernels would be expected."""
-
-    implementation: Implementation
-    why: str = ""
-
-
-def choose_body(device: Device, weights: Any, x_dtype: Any) -> Body:
+def choose_body(device: Device, weights: Any, x_dtype: Any) -> Body[Implementation]:
     """The best body for products of x with such weights [E, N, K], quantised or not."""
     if device.platform == "cpu":
         return Body("segments")

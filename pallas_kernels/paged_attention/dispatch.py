@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from pallas_kernels.dispatch import TENSOR_CORES, Capability, Device
+from pallas_kernels.dispatch import TENSOR_CORES, Body, Capability, Device
 
 # "reference" loops up to the longest live sequence, which the host need not know: right for CPUs.
 # "reference_static" loops over the whole table: no loop condition is computed on the device.
@@ -23,13 +23,6 @@ DIMENSIONS = 16  # of keys and values: a tensor core takes so many at once
 WIDEST = 1024  # dimensions of a value
 
 
-class Body(NamedTuple):
-    """An implementation, and why it is no kernel where kernels would be expected."""
-
-    implementation: Implementation
-    why: str = ""
-
-
 def choose_body(
     platform: str,
     kind: str,
@@ -37,7 +30,7 @@ def choose_body(
     head_dim: int,
     value_dim: int,
     page_dtype: str,
-) -> Body:
+) -> Body[Implementation]:
     """The best body for pages of `page_dtype` with keys and values of these dimensions.
 
     `kind` is what the device calls itself, `capability` its compute capability, None where there

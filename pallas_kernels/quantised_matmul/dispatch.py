@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Capability, Device
+from pallas_kernels.dispatch import Body, Capability, Device
 from pallas_kernels.quantised_matmul.triton_product import FEWEST_COLUMNS, step_columns
 from pallas_kernels.quantised_matmul.weight import QuantisedWeight
 
@@ -28,14 +28,7 @@ MOST_ELEMENTS = 1 << 31  # that offsets of 32 bits reach
 MOST_BYTES = 1 << 32  # of an array, up to which Pallas computes offsets in 32 bits
 
 
-class Body(NamedTuple):
-    """An implementation, and why it is no kernel where kernels would be expected."""
-
-    implementation: Implementation
-    why: str = ""
-
-
-def choose_body(device: Device, weight: QuantisedWeight, x_dtype: Any) -> Body:
+def choose_body(device: Device, weight: QuantisedWeight, x_dtype: Any) -> Body[Implementation]:
     """The best body for products of x with such a weight; its arrays may be abstract."""
     if device.platform == "cpu":
         return Body("reference")
@@ -47,7 +40,7 @@ def problem(device: Device, weight: Any, x_dtype: Any) -> str:
     """Why kernels do not take this weight, quantised or an array, and x; empty if they do."""
     quantised = isinstance(weight, QuantisedWeight)
     values = weight.values if quantised else weight
-    bits, group = (weight.bits, weight.block[1]) if quantised else (16, weight.shape[-1])
+    group = weight.block[1] if quantised else weight.shape[-1]
     stored, x_name, columns = values.dtype.name, jnp.dtype(x_dtype).name, weight.shape[-1]
     newest = STORED.get(stored)
     if x_name not in ROWS:
@@ -60,5 +53,4 @@ def problem(device: Device, weight: Any, x_dtype: Any) -> str:
         return f"{columns} columns in groups of {group} are no multiples of {FEWEST_COLUMNS}"
     if values.size > MOST_ELEMENTS and values.size * values.dtype.itemsize <= MOST_BYTES:
         return f"Pallas would compute offsets into {values.size} elements of 1 byte in 32 bits"
-    assert bits in (4, 8, 16)
     return ""
