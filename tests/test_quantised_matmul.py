@@ -147,6 +147,15 @@ def test_zero_points_of_another_shape_are_refused():
         quantised_matmul(jnp.ones((2, 128)), weight, implementation="reference")
 
 
+def test_kernels_refuse_what_they_would_compute_wrongly():
+    weight, _ = random_weight(KINDS["int8"], 64, 256)
+    with pytest.raises(ValueError, match="round float32"):
+        multiply(jnp.ones((2, 256)), weight, implementation="triton")
+    weight, _ = random_weight(KINDS["int8"], 64, 208)
+    with pytest.raises(ValueError, match="no 208 columns in groups of 208"):
+        multiply(jnp.ones((2, 208)), weight, implementation="triton_interpreted")
+
+
 H200, A100 = Device("cuda", "NVIDIA H200", (9, 0)), Device("cuda", "NVIDIA A100", (8, 0))
 
 

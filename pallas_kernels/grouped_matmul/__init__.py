@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.grouped_matmul import reference, triton
 from pallas_kernels.grouped_matmul.dispatch import Body, Implementation, choose_body
 from pallas_kernels.quantised_matmul import QuantisedWeight
+from pallas_kernels.quantised_matmul.dispatch import problem
 
 
 def grouped_matmul(
@@ -20,7 +21,7 @@ def grouped_matmul(
 
     Rows are in order of their expert, `group_sizes` of each. Rows past the groups' sum are zero.
     Of quantised weights, rows are rounded as `activations` says. Raises ValueError for weights
-    whose parts do not fit each other, or x.
+    whose parts do not fit each other, or x, and by kernels for what they do not multiply.
     """
     if isinstance(weights, QuantisedWeight):
         weights.check()
@@ -28,6 +29,8 @@ def grouped_matmul(
             raise ValueError(f"weight: experts {list(weights.shape)} for x of {list(x.shape)}")
     if implementation.startswith("triton"):
         interpret = implementation == "triton_interpreted"
+        if not interpret and (why := problem(weights, x.dtype)):
+            raise ValueError(f"weight: {why}")
         return triton.grouped_matmul(x, weights, group_sizes, interpret=interpret)
     body = reference.segments if implementation == "segments" else reference.ragged
     return body(x, weights, group_sizes)

@@ -17,5 +17,5 @@ def choose_body(device: Device, weights: Any, x_dtype: Any) -> Body[Implementati
     """The best body for products of x with such weights [E, N, K], quantised or not."""
     if device.platform == "cpu":
         return Body("segments")
-    why = device.problem() or problem(device, weights, x_dtype)
+    why = device.problem() or problem(weights, x_dtype, device.capability)
     return Body("ragged" if why else "triton", why)

@@ -32,12 +32,15 @@ def choose_body(device: Device, weight: QuantisedWeight, x_dtype: Any) -> Body[I
     """The best body for products of x with such a weight; its arrays may be abstract."""
     if device.platform == "cpu":
         return Body("reference")
-    why = device.problem() or problem(device, weight, x_dtype)
+    why = device.problem() or problem(weight, x_dtype, device.capability)
     return Body("reference" if why else "triton", why)
 
 
-def problem(device: Device, weight: Any, x_dtype: Any) -> str:
-    """Why kernels do not take this weight, quantised or an array, and x; empty if they do."""
+def problem(weight: Any, x_dtype: Any, capability: Capability | None = None) -> str:
+    """Why kernels do not take this weight, quantised or an array, and x; empty if they do.
+
+    Without a `capability`, on any GPU.
+    """
     quantised = isinstance(weight, QuantisedWeight)
     values = weight.values if quantised else weight
     group = weight.block[1] if quantised else weight.shape[-1]
@@ -47,7 +50,7 @@ def problem(device: Device, weight: Any, x_dtype: Any) -> str:
         return f"tensor cores would round {x_name} activations"
     if newest is None or not (quantised or stored == x_name):
         return f"kernels do not multiply {x_name} with {stored} weights"
-    if device.capability is not None and device.capability < newest:
+    if capability is not None and capability < newest:
         return f"{stored} weights need a newer GPU"
     if not step_columns(columns, group):
         return f"{columns} columns in groups of {group} are no multiples of {FEWEST_COLUMNS}"

@@ -61,6 +61,8 @@ def options(bits: int, columns: int, block: tuple[int, int], rows: int, outputs:
     """What a kernel is specialised for, by a weight's kind and the size of the kernel's blocks."""
     scale_rows, group = block
     step = step_columns(columns, group)
+    if not step:
+        raise ValueError(f"weight: kernels take no {columns} columns in groups of {group}")
     return Options(bits, step, group if group < columns else 0, scale_rows, rows, outputs)
 
 
