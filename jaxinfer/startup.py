@@ -17,6 +17,7 @@ from jaxinfer.config import Determinism, EngineConfig, ModelConfig
 from jaxinfer.determinism import ATTENTION_BLOCK, Build, choose
 from jaxinfer.engine import Engine
 from jaxinfer.expert_load import ExpertLoad
+from jaxinfer.experts import choose_experts
 from jaxinfer.host_memory import keep_freed_memory
 from jaxinfer.kv_pool import KVGroup, empty_pools, host_pages_for, kv_groups, pages_for
 from jaxinfer.memory_plan import MemoryPlan, plan_memory
@@ -54,6 +55,8 @@ from jaxinfer.slot_state import (
 from jaxinfer.step_model import StepModel
 from jaxinfer.step_plan import StepShape
 from jaxinfer.validation import EngineLimits
+from pallas_kernels.dispatch import Device
+from pallas_kernels.grouped_matmul import Implementation as Grouped
 from pallas_kernels.paged_attention import Implementation, choose_body
 
 if TYPE_CHECKING:
@@ -173,7 +176,9 @@ def _builder(
 ) -> Build:
     """What compiles the programs of some shapes, or loads them, into a runner's table."""
     block = ATTENTION_BLOCK if config.deterministic else None
-    step_model = StepModel(model, groups, _attention(jax.devices()[0], groups), mesh, block)
+    device = _device(jax.devices()[0])
+    experts = _experts(device, model, config)
+    step_model = StepModel(model, groups, _attention(device, groups), mesh, block, experts)
     state = (runner.params, runner.pools, runner.slots, runner.options, runner.history)
     store = None  # which keeps programs of a single device only
     if mesh is None:
@@ -214,16 +219,29 @@ def param_placement(config: EngineConfig) -> Callable[[ParamSpec], Any] | None:
     return None if mesh is None else functools.partial(sharding_of, mesh=mesh)
 
 
-def _attention(device: jax.Device, groups: tuple[KVGroup, ...]) -> Implementation:
-    """What computes attention; the log says why if it is no kernel on a GPU."""
+def _device(device: jax.Device) -> Device:
+    """What kernels are chosen by."""
     version: str | None = getattr(device, "compute_capability", None)
     major, _, minor = (version or "").partition(".")
     capability = (int(major), int(minor)) if version else None
-    group = groups[0]
-    kind = device.device_kind
-    body = choose_body(device.platform, kind, capability, *group.dims, group.dtype)
+    return Device(device.platform, device.device_kind, capability)
+
+
+def _attention(device: Device, groups: tuple[KVGroup, ...]) -> Implementation:
+    """What computes attention; the log says why if it is no kernel on a GPU."""
+    body = choose_body(*device, *groups[0].dims, groups[0].dtype)
     if body.why:
         logger.warning("attention is computed by XLA, not by kernels: %s (docs/gpu.md)", body.why)
+    return body.implementation
+
+
+def _experts(device: Device, model: ModelConfig, config: EngineConfig) -> Grouped | None:
+    """What multiplies with experts' matrices; the log says why if it is no kernel on a GPU."""
+    body = choose_experts(device, model, config.dtype, config.tensor_parallel_size)
+    if body is None:
+        return None
+    if body.why:
+        logger.warning("experts are computed by XLA, not by kernels: %s (docs/gpu.md)", body.why)
     return body.implementation
 
 

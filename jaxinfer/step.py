@@ -7,6 +7,7 @@ of pieces of several prompts. Pure; pool and slot state are donated, tokens stay
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.attention import FusedLayerAttention, LayerAttention
 from jaxinfer.config import LayerKind, ModelConfig
+from jaxinfer.experts import run_experts
 from jaxinfer.kv_pool import Pools
 from jaxinfer.models import family_of
 from jaxinfer.models.base import LayerContext
@@ -114,7 +116,10 @@ def _layer(
         nonlocal experts
         experts = chosen
 
-    hears = {"on_routed": on_routed} if kind.moe else {}
+    hears: dict[str, Any] = {}
+    if kind.moe:
+        run = functools.partial(run_experts, model) if model.experts else None
+        hears = {"on_routed": on_routed, "run_experts": run}
     x = family_of(config.family).layer(params, config, kind, x, context, attend, **hears)
     return x, attend.pages, experts
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.kv_pool import KVGroup
+from pallas_kernels.grouped_matmul import Implementation as Grouped
 from pallas_kernels.paged_attention import Implementation
 
 
@@ -18,6 +19,7 @@ class StepModel:
     """The static side of a step: what is computed, how attention is, and over which devices.
 
     `attention_block`: keys that attention takes at once; None: what is fastest for the rows.
+    `experts`: what multiplies with experts' matrices; None: XLA, in the platform's form.
     """
 
     config: ModelConfig
@@ -25,6 +27,7 @@ class StepModel:
     attention: Implementation
     mesh: Mesh | None = None
     attention_block: int | None = None
+    experts: Grouped | None = None
 
     def group_of(self, layer: int) -> int:
         return next(i for i, group in enumerate(self.groups) if layer in group.layers)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.experts import choose_experts
 from jaxinfer.gpu_check.target import GpuTarget, devices
 from jaxinfer.known_models import known_model
 from jaxinfer.kv_pool import abstract_pools, kv_groups, pages_for
@@ -23,6 +24,7 @@ from jaxinfer.sharding import make_mesh, pool_sharding, replicated, sharding_of
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
 from jaxinfer.step_model import StepModel
 from jaxinfer.step_plan import StepShape
+from pallas_kernels.dispatch import Device
 from pallas_kernels.paged_attention import choose_body
 
 ENGINE = EngineConfig(
@@ -191,8 +193,11 @@ def make_plan(target: GpuTarget, name: str, ways: int, layers: int | None = None
     )
     pools = abstract_pools(groups, pool_sharding(groups[0].layer_shape, mesh, groups[0].axes))
     kind, dims = groups[0].dtype, groups[0].dims
-    body = choose_body("cuda", target.name, target.compute_capability, *dims, kind)
-    step = StepModel(model, groups, body.implementation, mesh)
+    device = Device("cuda", target.name, target.compute_capability)
+    attention = choose_body(*device, *dims, kind).implementation
+    experts = choose_experts(device, model, engine.dtype, ways)
+    grouped = None if experts is None else experts.implementation
+    step = StepModel(model, groups, attention, mesh, experts=grouped)
     state = (params_of(model), pools, *others)
     shapes = step_shapes(engine.max_num_seqs, engine.max_num_batched_tokens, page_size, num_groups)
     programs = {p.name: p for p in program_set(step, shapes, state)}

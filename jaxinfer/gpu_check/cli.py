@@ -81,7 +81,7 @@ def main(
     jobs: Annotated[int, typer.Option(help="Compilers at a time.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     kernels: Annotated[
-        bool, typer.Option(help="The attention kernels by themselves, for every kind of GPU.")
+        bool, typer.Option(help="The kernels by themselves, for every kind of GPU.")
     ] = False,
     record: Annotated[
         bool, typer.Option(help="Write the figures into docs/gpu.md, or docs/kernels.md.")

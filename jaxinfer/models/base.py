@@ -37,6 +37,14 @@ class FusedAttend:
 
 # on_routed(experts i32[T, top_k]): hears which experts the tokens of a layer go to
 OnRouted = Callable[[Any], None]
+# Rows [R, D] in order of their expert, i32[E] of each, the place of every token's choice [T * k]
+# among them, and its share [T, k].
+Routed = tuple[Any, Any, Any, Any]
+# experts(multiply(rows, matrices [E, N, K], sizes), routed, gate_up, down, biases of gate_up for
+# each row, or None) -> [T, D]
+Experts = Callable[..., Any]
+# run(experts, routed, ...) -> what experts(multiply, routed, ...) is
+RunExperts = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +206,7 @@ class Family(Protocol):
         context: LayerContext,
         attend: Attend,
         on_routed: OnRouted | None = None,  # given where `kind.moe`, and called once there
+        run_experts: RunExperts | None = None,  # likewise; None: as the platform has it
     ) -> Float[Array, "T D"]: ...
     def unembed(
         self, params: Tree, c: ModelConfig, x: Float[Array, "R D"]

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.config import LayerKind, ModelConfig, RopeConfig
-from jaxinfer.models.base import Attend, FusedAttend, LayerContext, OnRouted
+from jaxinfer.models.base import Attend, FusedAttend, LayerContext, OnRouted, RunExperts
 from jaxinfer.models.decoder_params import norm_names
 from jaxinfer.models.layers import (
     ACTIVATIONS,
@@ -89,6 +89,7 @@ def layer(
     context: LayerContext,
     attend: Attend,
     on_routed: OnRouted | None = None,
+    run_experts: RunExperts | None = None,
 ) -> Float[Array, "T D"]:
     """One transformer block; `attend` stores k and v in the pool and attends over it."""
     normed = _normed(params, c, x, "attn_norm")
@@ -100,7 +101,7 @@ def layer(
     if c.norms != "shared":
         normed = _normed(params, c, x if c.parallel else after, "mlp_norm")
     if c.moe and kind.moe:
-        half = moe(params, c, c.moe, normed, on_routed)
+        half = moe(params, c, c.moe, normed, on_routed, run_experts)
     else:
         half = mlp(params, c, normed)
     return _add(c, after, _normed(params, c, half, "mlp_post_norm"))

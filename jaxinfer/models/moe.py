@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.config import ModelConfig, MoeConfig
-from jaxinfer.models.base import HfSource, OnRouted
+from jaxinfer.models.base import HfSource, OnRouted, Routed, RunExperts
 from jaxinfer.models.expert_tensors import with_fused
 from jaxinfer.models.layers import (
     activate,
@@ -117,8 +117,12 @@ def moe(
     m: MoeConfig,
     x: Float[Array, "T D"],
     on_routed: OnRouted | None = None,
+    run_experts: RunExperts | None = None,
 ) -> Float[Array, "T D"]:
-    """The weighted outputs of each token's experts, and of the shared one."""
+    """The weighted outputs of each token's experts, and of the shared one.
+
+    `run_experts` has the experts computed in the way, and on the devices, that it knows of.
+    """
     logits = linear(x, params["router"], out_dtype=jnp.float32)
     logits = add_bias(logits, params.get("router_bias"))
     weights, experts = route(m, logits, params.get("correction"))
@@ -127,11 +131,17 @@ def moe(
     flat = experts.reshape(-1)
     order = jnp.argsort(flat)  # stable, so the same rows come in the same order
     sizes = jnp.bincount(flat, length=m.num_experts).astype(jnp.int32)
-    rows = x[order // m.top_k]
-    biases = _biases(params, flat[order]) if m.bias else None
-    outputs = _experts(params, c, m, rows, sizes, biases)[jnp.argsort(order)]
-    outputs = outputs.reshape(x.shape[0], m.top_k, -1)
-    mixed = jnp.sum(outputs * weights.astype(x.dtype)[:, :, None], axis=1)
+    shares = weights.astype(x.dtype)
+    mixed = (run_experts or _by_platform)(
+        functools.partial(_experts, c, m),
+        (x[order // m.top_k], sizes, jnp.argsort(order), shares),
+        params["experts_gate_up"],
+        params["experts_down"],
+        params["experts_gate_up_bias"][flat[order]] if m.bias else None,
+    )
+    if m.bias:
+        biases = params["experts_down_bias"][experts]
+        mixed = mixed + jnp.sum(biases * shares[:, :, None], axis=1)
     if not m.shared_size:
         return mixed
     hidden = activate(linear(x, params["shared_gate_up"]), c.activation)
@@ -169,43 +179,33 @@ def _of_best_groups(m: MoeConfig, ranked: Float[Array, "T E"]) -> Float[Array, "
     return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(ranked.shape)
 
 
-Biases = tuple[Float[Array, "R blocks 2 block"], Float[Array, "R D"]]
-
-
-def _biases(params: Tree, experts: Int[Array, " R"]) -> Biases:
-    """Biases of gate and up and of down for rows of these experts."""
-    return params["experts_gate_up_bias"][experts], params["experts_down_bias"][experts]
-
-
 def _experts(
-    params: Tree,
     c: ModelConfig,
     m: MoeConfig,
-    rows: Float[Array, "R D"],
-    sizes: Int[Array, " E"],
-    biases: Biases | None,
-) -> Float[Array, "R D"]:
-    gate_up, down = params["experts_gate_up"], params["experts_down"]
+    multiply: Any,
+    routed: Routed,
+    gate_up: Float[Array, "E blocks 2 block D"],
+    down: Float[Array, "E D F"],
+    bias: Float[Array, "R blocks 2 block"] | None,
+) -> Float[Array, "T D"]:
+    """Each token's experts, or a device's part of all of them, by their shares."""
+    rows, sizes, places, shares = routed
+    flat = gate_up.reshape(gate_up.shape[0], -1, gate_up.shape[-1])
+    halves = multiply(rows, flat, sizes).reshape(rows.shape[0], *gate_up.shape[1:4])
+    halves = halves if bias is None else halves + bias
+    outputs = multiply(_activated(c, m, halves), down, sizes)[places]
+    outputs = outputs.reshape(*shares.shape, -1)
+    return jnp.sum(outputs * shares[:, :, None], axis=1)
 
-    def compute(
-        implementation: Any, rows: Array, sizes: Array, gate_up: Array, down: Array, biases: Any
-    ) -> Any:
+
+def _by_platform(compute: Any, *arrays: Any) -> Any:
+    """Experts by XLA alone, in the form that is right for the platform."""
+
+    def by(implementation: Any) -> Any:
         product = functools.partial(grouped_matmul, implementation=implementation)
-        flat = gate_up.reshape(m.num_experts, -1, gate_up.shape[-1])
-        halves = product(rows, flat, sizes).reshape(rows.shape[0], *gate_up.shape[1:4])
-        if biases is None:
-            return product(_activated(c, m, halves), down, sizes)
-        return product(_activated(c, m, halves + biases[0]), down, sizes) + biases[1]
+        return functools.partial(compute, product)
 
-    return lax.platform_dependent(
-        rows,
-        sizes,
-        gate_up,
-        down,
-        biases,
-        cpu=functools.partial(compute, "segments"),
-        default=functools.partial(compute, "ragged"),
-    )
+    return lax.platform_dependent(*arrays, cpu=by("segments"), default=by("ragged"))
 
 
 def _activated(

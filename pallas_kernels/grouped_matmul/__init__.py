@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_matmul import reference
-
-# "segments" computes tiles of rows of one expert: its work is that of the rows there are. Right for
-# CPUs. "ragged" is XLA's own ragged product, without a loop condition on the device.
-Implementation = Literal["segments", "ragged"]
+from pallas_kernels.grouped_matmul import reference, triton
+from pallas_kernels.grouped_matmul.dispatch import Body, Implementation, choose_body
+from pallas_kernels.quantised_matmul import QuantisedWeight
+from pallas_kernels.quantised_matmul.dispatch import problem
 
 
 def grouped_matmul(
     x: Float[Array, "R K"],
-    weights: Float[Array, "E N K"],
+    weights: Float[Array, "E N K"] | QuantisedWeight,
     group_sizes: Int[Array, " E"],
     *,
     implementation: Implementation,
@@ -23,10 +20,20 @@ def grouped_matmul(
     """Row r times the transposed matrix of its expert, summed in float32.
 
     Rows are in order of their expert, `group_sizes` of each. Rows past the groups' sum are zero.
+    Of quantised weights, rows are rounded as `activations` says. Raises ValueError for weights
+    whose parts do not fit each other, or x, and by kernels for what they do not multiply.
     """
-    if implementation == "segments":
-        return reference.segments(x, weights, group_sizes)
-    return reference.ragged(x, weights, group_sizes)
+    if isinstance(weights, QuantisedWeight):
+        weights.check()
+        if len(weights.shape) != 3 or weights.shape[2] != x.shape[1]:
+            raise ValueError(f"weight: experts {list(weights.shape)} for x of {list(x.shape)}")
+    if implementation.startswith("triton"):
+        interpret = implementation == "triton_interpreted"
+        if not interpret and (why := problem(weights, x.dtype)):
+            raise ValueError(f"weight: {why}")
+        return triton.grouped_matmul(x, weights, group_sizes, interpret=interpret)
+    body = reference.segments if implementation == "segments" else reference.ragged
+    return body(x, weights, group_sizes)
 
 
-__all__ = ["Implementation", "grouped_matmul"]
+__all__ = ["Body", "Implementation", "choose_body", "grouped_matmul"]

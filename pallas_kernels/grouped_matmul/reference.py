@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.quantised_matmul import QuantisedWeight, dequantise, quantised_matmul
+from pallas_kernels.quantised_matmul.activations import rounded
+
+Weights = Float[Array, "E N K"] | QuantisedWeight
 
 FEWEST_TILE_ROWS, MOST_TILE_ROWS = 8, 128
 
@@ -17,7 +23,7 @@ def tile_rows(rows: int, experts: int) -> int:
 
 
 def segments(
-    x: Float[Array, "R K"], weights: Float[Array, "E N K"], group_sizes: Int[Array, " E"]
+    x: Float[Array, "R K"], weights: Weights, group_sizes: Int[Array, " E"]
 ) -> Float[Array, "R N"]:
     """A loop over tiles of at most `tile_rows` rows of one expert."""
     rows, width = x.shape[0], weights.shape[1]
@@ -32,10 +38,10 @@ def segments(
         within = i - (last_tiles[expert] - tiles[expert])
         first = ends[expert] - group_sizes[expert] + within * height
         part = lax.dynamic_slice_in_dim(padded, first, height, axis=0)
-        matrix = lax.dynamic_index_in_dim(weights, expert, axis=0, keepdims=False)
-        product = lax.dot_general(
-            part, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        matrix = jax.tree.map(
+            lambda array: lax.dynamic_index_in_dim(array, expert, axis=0, keepdims=False), weights
         )
+        product = _product(part, matrix)
         # A tile may overrun its expert's rows: those of the next tile overwrite them, and what is
         # past the last one is cut off or masked.
         return lax.dynamic_update_slice_in_dim(out, product.astype(x.dtype), first, axis=0)
@@ -44,12 +50,27 @@ def segments(
     return jnp.where((jnp.arange(rows) < ends[-1])[:, None], out[:rows], 0)
 
 
-def ragged(
-    x: Float[Array, "R K"], weights: Float[Array, "E N K"], group_sizes: Int[Array, " E"]
+def _product(
+    x: Float[Array, "R K"], matrix: Float[Array, "N K"] | QuantisedWeight
 ) -> Float[Array, "R N"]:
-    """XLA's ragged product."""
+    if isinstance(matrix, QuantisedWeight):
+        return quantised_matmul(x, matrix, implementation="reference", out_dtype=jnp.float32)
+    return lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def ragged(
+    x: Float[Array, "R K"], weights: Weights, group_sizes: Int[Array, " E"]
+) -> Float[Array, "R N"]:
+    """XLA's ragged product, of numbers: rows and weights that are rounded are so before."""
+    dtype = x.dtype
+    if isinstance(weights, QuantisedWeight):
+        taken = rounded(x, weights.activations)
+        if taken.scales is not None:
+            values = taken.values.astype(jnp.float32) * taken.scales[:, None]
+            x = taken.total(values)
+        weights = dequantise(weights, x.dtype)
     product = lax.ragged_dot(
         x, weights.swapaxes(1, 2), group_sizes, preferred_element_type=jnp.float32
     )
     inside = jnp.arange(x.shape[0]) < jnp.sum(group_sizes)
-    return jnp.where(inside[:, None], product, 0).astype(x.dtype)
+    return jnp.where(inside[:, None], product, 0).astype(dtype)

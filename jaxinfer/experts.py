@@ -1,0 +1,65 @@
+"""Mixtures of experts in a step: which body multiplies, and on which devices.
+
+Kernels are opaque to the compiler's partitioner: over several devices each runs them for its part
+of every expert, and the parts of the result are added.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.models.base import Experts, Routed
+from jaxinfer.sharding import partition_spec
+from jaxinfer.step_model import StepModel
+from pallas_kernels.dispatch import Body, Device
+from pallas_kernels.grouped_matmul import Implementation, choose_body, grouped_matmul
+
+# Logical axes of what experts have on a device.
+GATE_UP, DOWN = ("experts", "mlp", None, None, "embed"), ("experts", "embed", "mlp")
+BIAS = (None, "mlp", None, None)
+
+
+def choose_experts(
+    device: Device, config: ModelConfig, dtype: Any, ways: int = 1
+) -> Body[Implementation] | None:
+    """What multiplies with weights of that dtype over `ways` devices; None without experts."""
+    if config.moe is None:
+        return None
+    count, inner = config.moe.num_experts, config.moe.intermediate_size // ways
+    shapes = ((count, 2 * inner, config.hidden_size), (count, config.hidden_size, inner))
+    bodies = [choose_body(device, jax.ShapeDtypeStruct(s, dtype), dtype) for s in shapes]
+    return next((body for body in bodies if body.why), bodies[0])
+
+
+def run_experts(
+    model: StepModel,
+    compute: Experts,
+    routed: Routed,
+    gate_up: Float[Array, "E blocks 2 block D"],
+    down: Float[Array, "E D F"],
+    bias: Float[Array, "R blocks 2 block"] | None,
+) -> Float[Array, "T D"]:
+    """`compute` with the body that the step's model was given, on each device for its part."""
+    assert model.experts is not None
+    multiply = functools.partial(grouped_matmul, implementation=model.experts)
+    body, arrays = functools.partial(compute, multiply), (routed, gate_up, down, bias)
+    if model.mesh is None or not model.experts.startswith("triton"):
+        return body(*arrays)
+    if model.mesh.shape["expert"] > 1:
+        raise ValueError("kernels divide every expert over devices: the mesh axis 'expert' is 1")
+    axes = (GATE_UP, DOWN, BIAS if bias is not None else ())
+    specs = (PartitionSpec(), *(partition_spec(names) for names in axes))
+
+    def part(*arrays: Any) -> Array:
+        return jax.lax.psum(body(*arrays), "model")
+
+    on_each = jax.shard_map(
+        part, mesh=model.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
+    )
+    return on_each(*arrays)

@@ -1,0 +1,49 @@
+"""What tables of bodies have in common: devices, and why kernels cannot be used on one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jax.experimental.pallas import triton
+
+Capability = tuple[int, int]  # CUDA's compute capability
+TENSOR_CORES: Capability = (8, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Body[Implementation]:
+    """An implementation, and why it is no kernel where kernels would be expected."""
+
+    implementation: Implementation
+    why: str = ""
+
+
+class Device(NamedTuple):
+    """What decides which kernels run on a device.
+
+    Attributes:
+        platform: "cpu", "cuda" or another name that JAX has for it.
+        kind: what the device calls itself.
+        capability: its compute capability, None where there is no such thing.
+    """
+
+    platform: str
+    kind: str = ""
+    capability: Capability | None = None
+
+    def problem(self) -> str:
+        """Why no Triton kernel runs on it; empty if they do."""
+        if self.capability is None:
+            return f"there are kernels for NVIDIA GPUs only, not for {self.platform}"
+        if self.capability < TENSOR_CORES:
+            return "the GPU is older than compute capability 8.0"
+        if not _known(self.kind):
+            return f"this version of JAX does not know {self.kind!r} well enough"
+        return ""
+
+
+def _known(kind: str) -> bool:
+    """Whether Pallas can compile for GPUs that call themselves so."""
+    words = f" {kind.replace('-', ' ')} "
+    return any(f" {gpu.value} " in words for gpu in triton.GpuVersion)

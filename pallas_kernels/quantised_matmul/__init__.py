@@ -1,0 +1,53 @@
+"""Products of activations with weights stored in few bits: one contract, several bodies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.quantised_matmul import reference, triton
+from pallas_kernels.quantised_matmul.dispatch import Body, Implementation, choose_body, problem
+from pallas_kernels.quantised_matmul.weight import (
+    Activations,
+    QuantisedWeight,
+    dequantise,
+    pack_int4,
+)
+
+
+def quantised_matmul(
+    x: Float[Array, "M K"],
+    weight: QuantisedWeight,
+    *,
+    implementation: Implementation,
+    out_dtype: Any = None,
+) -> Float[Array, "M N"]:
+    """x times the transposed matrix that the weight stands for, summed in float32 or int32.
+
+    x is rounded as `weight.activations` says. The result has x's dtype unless `out_dtype` asks for
+    another. Raises ValueError for a weight whose parts do not fit each other, or x,
+    and by kernels for what they do not multiply.
+    """
+    weight.check()
+    if len(weight.shape) != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"weight: a matrix {list(weight.shape)} for x of {list(x.shape)}")
+    out_dtype = out_dtype or x.dtype
+    if implementation == "reference":
+        return reference.quantised_matmul(x, weight, out_dtype=out_dtype)
+    interpret = implementation == "triton_interpreted"
+    if not interpret and (why := problem(weight, x.dtype)):
+        raise ValueError(f"weight: {why}")
+    return triton.quantised_matmul(x, weight, out_dtype=out_dtype, interpret=interpret)
+
+
+__all__ = [
+    "Activations",
+    "Body",
+    "Implementation",
+    "QuantisedWeight",
+    "choose_body",
+    "dequantise",
+    "pack_int4",
+    "quantised_matmul",
+]
