@@ -54,7 +54,9 @@ from jaxinfer.slot_state import (
 from jaxinfer.step_model import StepModel
 from jaxinfer.step_plan import StepShape
 from jaxinfer.validation import EngineLimits
-from pallas_kernels.paged_attention import Implementation, choose_body
+from pallas_kernels import sampling_threshold
+from pallas_kernels.devices import Capability, Implementation
+from pallas_kernels.paged_attention import choose_body
 
 if TYPE_CHECKING:
     from jaxinfer.checkpoints import LoadedModel
@@ -173,7 +175,9 @@ def _builder(
 ) -> Build:
     """What compiles the programs of some shapes, or loads them, into a runner's table."""
     block = ATTENTION_BLOCK if config.deterministic else None
-    step_model = StepModel(model, groups, _attention(jax.devices()[0], groups), mesh, block)
+    device = jax.devices()[0]
+    attention, sampling = _attention(device, groups), _sampling(device)
+    step_model = StepModel(model, groups, attention, mesh, block, sampling)
     state = (runner.params, runner.pools, runner.slots, runner.options, runner.history)
     store = None  # which keeps programs of a single device only
     if mesh is None:
@@ -216,15 +220,27 @@ def param_placement(config: EngineConfig) -> Callable[[ParamSpec], Any] | None:
 
 def _attention(device: jax.Device, groups: tuple[KVGroup, ...]) -> Implementation:
     """What computes attention; the log says why if it is no kernel on a GPU."""
-    version: str | None = getattr(device, "compute_capability", None)
-    major, _, minor = (version or "").partition(".")
-    capability = (int(major), int(minor)) if version else None
     group = groups[0]
-    kind = device.device_kind
-    body = choose_body(device.platform, kind, capability, *group.dims, group.dtype)
+    body = choose_body(*_kind_of(device), *group.dims, group.dtype)
     if body.why:
         logger.warning("attention is computed by XLA, not by kernels: %s (docs/gpu.md)", body.why)
     return body.implementation
+
+
+def _sampling(device: jax.Device) -> Implementation:
+    """What finds the sampler's thresholds; the log says why if it is no kernel on a GPU."""
+    body = sampling_threshold.choose_body(*_kind_of(device))
+    if body.why:
+        logger.warning("tokens are filtered by XLA, not by a kernel: %s (docs/kernels.md)", body.why)
+    return body.implementation
+
+
+def _kind_of(device: jax.Device) -> tuple[str, str, Capability | None]:
+    """Platform, what the device calls itself, and its compute capability if it has one."""
+    version: str | None = getattr(device, "compute_capability", None)
+    major, _, minor = (version or "").partition(".")
+    capability = (int(major), int(minor)) if version else None
+    return device.platform, device.device_kind, capability
 
 
 def _scheduler(

@@ -51,6 +51,7 @@ class Setup:
     dtype: str = "float32"
     kv_dtype: str | None = None
     attention: str | None = None  # None: as a start chooses it
+    sampling: str | None = None
     devices: int = 1
     deterministic: bool = False
     differs: bool = False  # some programs disagree: determinism is "fixed"
@@ -86,6 +87,8 @@ def built(setup: Setup) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         if setup.attention:
             patch.setattr(startup, "_attention", lambda device, groups: setup.attention)
+        if setup.sampling:
+            patch.setattr(startup, "_sampling", lambda device: setup.sampling)
         if setup.differs:
             found = iter([("a row", 0, np.zeros(42, np.int32))])
             patch.setattr(determinism, "invariant_ways", lambda *args: found)

@@ -23,6 +23,7 @@ from jaxinfer.slot_state import empty_history, empty_options, empty_slots
 from jaxinfer.step_model import StepModel
 from jaxinfer.step_plan import StepShape
 from pallas_kernels.paged_attention import choose_body
+from pallas_kernels.sampling_threshold import choose_body as choose_sampling
 
 LLAMA_3_8B = ModelConfig(
     family="llama",
@@ -201,7 +202,8 @@ def make_plan(
     pools = abstract_pools(groups, pool_sharding(groups[0].layer_shape, mesh, groups[0].axes))
     kind, dims = groups[0].dtype, groups[0].dims
     body = choose_body("cuda", target.name, target.compute_capability, *dims, kind)
-    step = StepModel(model, groups, body.implementation, mesh)
+    sampling = choose_sampling("cuda", target.name, target.compute_capability).implementation
+    step = StepModel(model, groups, body.implementation, mesh, sampling=sampling)
     state = (params_of(model), pools, slots, options, history)
     shapes = step_shapes(
         engine.max_num_seqs, engine.max_num_batched_tokens, engine.page_size, len(groups)

@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from pallas_kernels.devices import OLDEST, Body, Capability, Implementation, why_no_kernels
 
-from jax.experimental.pallas import triton
-
-# "reference" loops up to the longest live sequence, which the host need not know: right for CPUs.
-# "reference_static" loops over the whole table: no loop condition is computed on the device.
-# "triton" are the kernels for NVIDIA GPUs; "triton_interpreted" runs them anywhere, for tests.
-Implementation = Literal["reference", "reference_static", "triton", "triton_interpreted"]
-
-Capability = tuple[int, int]  # CUDA's compute capability
-TENSOR_CORES: Capability = (8, 0)
 # Element types of pages that the kernels read, and the oldest GPUs that can convert them.
 PAGES: dict[str, Capability] = {
     "bfloat16": (8, 0),
@@ -25,13 +16,6 @@ DIMENSIONS = 16  # of keys and values: a tensor core takes so many at once
 WIDEST = 1024  # dimensions of a value
 
 
-class Body(NamedTuple):
-    """An implementation, and why it is no kernel where kernels would be expected."""
-
-    implementation: Implementation
-    why: str = ""
-
-
 def choose_body(
     platform: str,
     kind: str,
@@ -42,18 +26,16 @@ def choose_body(
 ) -> Body:
     """The best body for pages of `page_dtype` with keys and values of these dimensions.
 
-    `kind` is what the device calls itself, `capability` its compute capability, None where there
-    is no such thing.
+    `kind` and `capability` as for `why_no_kernels`.
     """
     if platform == "cpu":
         return Body("reference")
+    device = why_no_kernels(platform, kind, capability)
     problems = (
-        (capability is None, f"there are kernels for NVIDIA GPUs only, not for {platform}"),
-        (capability and capability < TENSOR_CORES, "the GPU is older than compute capability 8.0"),
-        (not _known(kind), f"this version of JAX does not know {kind!r} well enough"),
+        (device, device),
         (page_dtype not in PAGES, f"tensor cores would round {page_dtype} keys and values"),
         (
-            capability and capability < PAGES.get(page_dtype, TENSOR_CORES),
+            capability and capability < PAGES.get(page_dtype, OLDEST),
             f"{page_dtype} pages need a newer GPU",
         ),
         (
@@ -66,7 +48,4 @@ def choose_body(
     return Body("reference_static" if why else "triton", why)
 
 
-def _known(kind: str) -> bool:
-    """Whether Pallas can compile for GPUs that call themselves so."""
-    words = f" {kind.replace('-', ' ')} "
-    return any(f" {gpu.value} " in words for gpu in triton.GpuVersion)
+__all__ = ["PAGES", "Body", "Implementation", "choose_body"]
