@@ -15,21 +15,49 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxinfer.config import LayerKind, ModelConfig
+from jaxinfer.config import LayerKind
 from jaxinfer.sharding import partition_spec
 from jaxinfer.step_model import Placement, StepModel
-from pallas_kernels.paged_attention import paged_attention, paged_prefill, write_kv, write_latent
+from pallas_kernels.paged_attention import (
+    paged_attention,
+    paged_prefill,
+    rotate_and_write,
+    write_kv,
+    write_latent,
+)
 
 Pages = tuple[Array, ...]  # of keys and of values, or of keys that begin with values
 
 
-def write(config: ModelConfig, pages: Pages, place: Placement, k: Array, v: Array | None) -> Pages:
-    """The pages with the step's keys and values; without `v`, keys begin with values."""
-    where = (place.pages, place.offsets, k)
+def write(
+    model: StepModel,
+    pages: Pages,
+    place: Placement,
+    q: Float[Array, "T KV G hd"],
+    k: Float[Array, "T KV hd"],
+    v: Float[Array, "T KV hd"] | None,
+    rotary: tuple[Array, Array] | None,
+) -> tuple[Float[Array, "T KV G hd"], Pages]:
+    """The queries, and the pages with the step's keys and values, rotated if there are angles.
+
+    Without `v`, keys begin with values.
+    """
+    config, where = model.config, (place.pages, place.offsets)
     if v is None:
-        assert config.value_dim is not None
-        return (write_latent(pages[0], *where, config.value_dim),)
-    return write_kv(pages[0], pages[1], *where, v)
+        assert config.value_dim is not None and rotary is None
+        return q, (write_latent(pages[0], *where, k, config.value_dim),)
+    if rotary is None:
+        return q, write_kv(pages, *where, k, v)
+    body = functools.partial(
+        rotate_and_write, pairs=config.rope_pairs, implementation=model.attention
+    )
+    if model.mesh is not None and model.attention.startswith("triton"):
+        heads, whole = partition_spec((None, "kv_heads")), PartitionSpec()
+        pool = partition_spec(model.groups[0].axes)
+        specs = (heads, heads, heads, (whole, whole), (pool, pool), whole, whole)
+        out = (heads, (pool, pool))
+        body = jax.shard_map(body, mesh=model.mesh, in_specs=specs, out_specs=out, check_vma=False)
+    return body(q, k, v, rotary, pages, *where)
 
 
 def attend_pages(

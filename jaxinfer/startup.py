@@ -231,7 +231,9 @@ def _sampling(device: jax.Device) -> Implementation:
     """What finds the sampler's thresholds; the log says why if it is no kernel on a GPU."""
     body = sampling_threshold.choose_body(*_kind_of(device))
     if body.why:
-        logger.warning("tokens are filtered by XLA, not by a kernel: %s (docs/kernels.md)", body.why)
+        logger.warning(
+            "tokens are filtered by XLA, not by a kernel: %s (docs/kernels.md)", body.why
+        )
     return body.implementation
 
 

@@ -113,9 +113,10 @@ def _layer(
         k: Float[Array, "T KV hd"],
         v: Float[Array, "T KV hd"] | None,
         sinks: Float[Array, "KV G"] | None = None,
+        rotary: tuple[Array, Array] | None = None,
     ) -> Float[Array, "T KV G vd"]:
         nonlocal stored
-        stored = write(config, pool, place, k, v)
+        q, stored = write(model, pool, place, q, k, v, rotary)
         return attend_pages(model, kind, place, q, stored, sinks)
 
     def on_routed(chosen: Int[Array, "T k"]) -> None:

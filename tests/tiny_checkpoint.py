@@ -18,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of
+from pallas_kernels.paged_attention import apply_rope
 
 ORACLE = Path(__file__).parent / "fixtures" / "oracles" / "llama"
 VARIANTS = ("default", "linear", "llama3", "yarn", "tied")
@@ -216,8 +217,12 @@ def dense_attention(
     k: jax.Array,
     v: jax.Array | None,
     sinks: jax.Array | None = None,
+    rotary: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Causal attention of all tokens to all, with a model's scale, cap, window and sinks."""
+    if rotary is not None:
+        flat = apply_rope(q.reshape(len(q), -1, q.shape[-1]), *rotary, config.rope_pairs)
+        q, k = flat.reshape(q.shape), apply_rope(k, *rotary, config.rope_pairs)
     if v is None:
         v = k[..., : config.value_dim]
     position = np.arange(len(q))

@@ -32,6 +32,7 @@ from jaxinfer.request import (
 from jaxinfer.runner import Runner
 from jaxinfer.scheduler import Scheduler
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
+from pallas_kernels.paged_attention import apply_rope
 
 MAX_MODEL_LEN = 128
 VOCAB = 300  # two draw blocks, the second one partial
@@ -189,7 +190,9 @@ def dense_logits(params, tokens, *, config: ModelConfig):
     context = family.layer_context(config, jnp.arange(count))
     causal = jnp.arange(count)[None, :] <= jnp.arange(count)[:, None]
 
-    def attend(q, k, v, sinks):
+    def attend(q, k, v, sinks, rotary):
+        q = apply_rope(q.reshape(count, -1, q.shape[-1]), *rotary).reshape(q.shape)
+        k = apply_rope(k, *rotary)
         scores = jnp.einsum("tkgd,skd->kgts", q, k) * config.head_dim**-0.5
         scores = jnp.where(causal, scores.astype(jnp.float32), -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)

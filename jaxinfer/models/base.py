@@ -16,7 +16,8 @@ from jaxinfer.params import Tree
 
 LayerContext = Any  # a family's own pytree, made once a step
 # attend(q [T, kv_heads, group, head_dim], k [T, kv_heads, head_dim], v, sinks [kv_heads, group] or
-# None) -> like q, as wide as v. v None: the leading `value_dim` of k is.
+# None, rotary) -> like q, as wide as v. v None: the leading `value_dim` of k is. `rotary`: cosines
+# and sines [T, half] that q and k are still to be rotated by; None if they are not.
 Attend = Callable[..., Any]
 # on_routed(experts i32[T, top_k]): hears which experts the tokens of a layer go to
 OnRouted = Callable[[Any], None]

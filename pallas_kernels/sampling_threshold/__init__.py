@@ -1,17 +1,17 @@
 """Temperature, min-p, top-k and top-p of every row as one number: how far a token may be below
 the most likely one. One contract, several bodies, one dispatch.
 
-All three filters keep the most likely tokens, so together they keep those down to a threshold,
-which is found without a sort (as by Ye et al. 2025, arXiv:2501.01005, section 3.2.2, in FlashInfer's
-sampling kernels): by counting and adding up weights on this side of several candidates at a time.
+All three filters keep the most likely tokens, so together they keep those down to a threshold. It
+is found without a sort, by counting tokens, or adding up what they weigh, within several distances
+at a time.
 """
 
 from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.sampling_threshold import reference, triton_threshold
 from pallas_kernels.devices import Body, Implementation
+from pallas_kernels.sampling_threshold import reference, triton_threshold
 from pallas_kernels.sampling_threshold.dispatch import choose_body
 from pallas_kernels.sampling_threshold.reference import Filters
 
