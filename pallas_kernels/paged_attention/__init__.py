@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.devices import Body, Implementation
 from pallas_kernels.paged_attention import (
@@ -33,8 +33,8 @@ from pallas_kernels.paged_attention.write import write_kv, write_latent
 
 def paged_attention(
     q: Float[Array, "S KV G hd"],
-    k_pool: Float[Array, "P KV ps hd"],
-    v_pool: Float[Array, "P KV ps vd"] | None,
+    k_pool: Num[Array, "P KV ps hd"],
+    v_pool: Num[Array, "P KV ps vd"] | None,
     page_table: Int[Array, "S W"],
     kv_lens: Int[Array, " S"],
     *,
@@ -66,8 +66,8 @@ def paged_attention(
 
 def paged_prefill(
     q: Float[Array, "C KV G hd"],
-    k_pool: Float[Array, "P KV ps hd"],
-    v_pool: Float[Array, "P KV ps vd"] | None,
+    k_pool: Num[Array, "P KV ps hd"],
+    v_pool: Num[Array, "P KV ps vd"] | None,
     page_table: Int[Array, "N W"],
     tiles: Int[Array, "T 4"],
     *,

@@ -9,12 +9,12 @@ from pallas_kernels.paged_attention.quantised import quantise
 
 
 def write_kv(
-    pools: tuple[Num[Array, "P KV ps *hd"], ...],
+    pools: tuple[Num[Array, "P KV ps ..."], ...],
     pages: Int[Array, " T"],
     offsets: Int[Array, " T"],
     k: Float[Array, "T KV hd"],
     v: Float[Array, "T KV hd"],
-) -> tuple[Num[Array, "P KV ps *hd"], ...]:
+) -> tuple[Num[Array, "P KV ps ..."], ...]:
     """Store one token a row at (page, offset), in place when the pools are donated.
 
     `pools` are k_pool, v_pool and, if those are quantised, k_scale, v_scale: then a token's key or
