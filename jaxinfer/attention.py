@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxinfer.config import LayerKind, ModelConfig
-from jaxinfer.models.base import FusedAttend
-from jaxinfer.sharding import POOL_AXES, partition_spec
+from jaxinfer.models.base import Norms, Rotary
+from jaxinfer.models.layers import rms_norm
+from jaxinfer.sharding import partition_spec
 from jaxinfer.step_model import Placement, StepModel
 from pallas_kernels.paged_attention import (
     paged_attention,
@@ -30,61 +31,50 @@ from pallas_kernels.paged_attention import (
 Pages = tuple[Array, ...]  # of keys and of values, or of keys that begin with values
 
 
-class LayerAttention:
-    """Attention of one layer in a step. `pages` are the layer's: with the step's keys and values
-    once it was called."""
-
-    def __init__(self, model: StepModel, kind: LayerKind, place: Placement, pages: Pages):
-        self.model, self.kind, self.place, self.pages = model, kind, place, pages
-
-    def __call__(
-        self,
-        q: Float[Array, "T KV G hd"],
-        k: Float[Array, "T KV hd"],
-        v: Float[Array, "T KV hd"] | None,
-        sinks: Float[Array, "KV G"] | None = None,
-    ) -> Float[Array, "T KV G vd"]:
-        self.pages = write(self.model.config, self.pages, self.place, k, v)
-        return attend_pages(self.model, self.kind, self.place, q, self.pages, sinks)
-
-
-class FusedLayerAttention(LayerAttention, FusedAttend):
-    """`LayerAttention` by kernels: one that norms and rotates heads writes the pages too."""
-
-    def projected(
-        self,
-        qkv: Float[Array, "T KV G2 hd"],
-        rotary: tuple[Float[Array, "T half"], Float[Array, "T half"]],
-        norms: tuple[Float[Array, " hd"], Float[Array, " hd"]] | None,
-        sinks: Float[Array, "KV G"] | None,
-    ) -> Float[Array, "T KV G hd"]:
-        """See `FusedAttend`."""
-        config, whole = self.model.config, PartitionSpec()
-        body = functools.partial(
-            rotate_and_write,
-            eps=config.rms_norm_eps,
-            norm_offset=config.norm_offset,
-            implementation=self.model.attention,
-        )
-        heads, pages = partition_spec((None, "kv_heads")), partition_spec(POOL_AXES)
-        q, *stored = _sharded(
-            self.model,
-            body,
-            (heads, pages, pages, *(whole,) * 4),
-            (heads, pages, pages),
-            *(qkv, *self.pages, self.place.pages, self.place.offsets, rotary, norms),
-        )
-        self.pages = tuple(stored)
-        return attend_pages(self.model, self.kind, self.place, q, self.pages, sinks)
-
-
-def write(config: ModelConfig, pages: Pages, place: Placement, k: Array, v: Array | None) -> Pages:
-    """The pages with the step's keys and values; without `v`, keys begin with values."""
-    where = (place.pages, place.offsets, k)
+def write(
+    model: StepModel,
+    pages: Pages,
+    place: Placement,
+    q: Float[Array, "T KV G hd"],
+    k: Float[Array, "T KV hd"],
+    v: Float[Array, "T KV hd"] | None,
+    rotary: Rotary | None,
+    norms: Norms | None,
+) -> tuple[Float[Array, "T KV G hd"], Pages]:
+    """The queries, and the pages with the step's keys and values: normed if there are weights for
+    it, then rotated if there are angles. Without `v`, keys begin with values.
+    """
+    config, where = model.config, (place.pages, place.offsets)
+    kernels = model.attention.startswith("triton")
     if v is None:
-        assert config.value_dim is not None
-        return (write_latent(pages[0], *where, config.value_dim),)
-    return write_kv(pages[0], pages[1], *where, v)
+        assert config.value_dim is not None and rotary is None and norms is None
+        return q, (write_latent(pages[0], *where, k, config.value_dim),)
+    if norms is not None and (rotary is None or not kernels):
+        q, k = _normed(config, q, norms[0]), _normed(config, k, norms[1])
+        norms = None
+    if rotary is None:
+        return q, write_kv(pages, *where, k, v)
+    body = functools.partial(
+        rotate_and_write,
+        pairs=config.rope_pairs,
+        eps=config.rms_norm_eps,
+        norm_offset=config.norm_offset,
+        implementation=model.attention,
+    )
+    if model.mesh is not None and kernels:
+        heads, whole = partition_spec((None, "kv_heads")), PartitionSpec()
+        pool = partition_spec(model.groups[0].axes)
+        specs = (heads, heads, heads, whole, (pool, pool), whole, whole, whole)
+        out = (heads, (pool, pool))
+        body = jax.shard_map(body, mesh=model.mesh, in_specs=specs, out_specs=out, check_vma=False)
+    return body(q, k, v, rotary, pages, *where, norms)
+
+
+def _normed(
+    config: ModelConfig, x: Float[Array, "T *heads hd"], weight: Float[Array, " hd"]
+) -> Float[Array, "T *heads hd"]:
+    flat = x.reshape(-1, x.shape[-1])
+    return rms_norm(flat, weight, config.rms_norm_eps, config.norm_offset).reshape(x.shape)
 
 
 def attend_pages(
@@ -138,15 +128,6 @@ def _on_each_device(
         PartitionSpec(*heads[1:]),
         *(whole for _ in where),
     )
-    return _sharded(model, body, specs, heads, q, pages, sinks, *where)
-
-
-def _sharded(
-    model: StepModel, body: Callable[..., Any], ins: tuple[Any, ...], outs: Any, *arrays: Any
-) -> Any:
-    """Run a kernel on every device, for what it has of the arrays."""
-    if model.mesh is None:
-        return body(*arrays)
-    return jax.shard_map(body, mesh=model.mesh, in_specs=ins, out_specs=outs, check_vma=False)(
-        *arrays
+    return jax.shard_map(body, mesh=model.mesh, in_specs=specs, out_specs=heads, check_vma=False)(
+        q, pages, sinks, *where
     )

@@ -176,7 +176,8 @@ def program_set(
         logits = struct(jnp.float32, rows, model.config.vocab_size)
         sampled = SampleRows(ints(rows), struct(jnp.bool_, rows))
         seen = history if variant == "full" else None
-        return sample.lower(logits, sampled, slots, options, seen, variant=variant)
+        how: dict[str, Any] = {"variant": variant, "implementation": model.sampling}
+        return sample.lower(logits, sampled, slots, options, seen, **how)
 
     rows = sorted({shape.sample_rows for shape in shapes})
     widths = tuple(table.shape[1] for table in slots.page_tables)

@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxinfer.request import MAX_LOGPROBS
 from jaxinfer.sampler_outcomes import AT_LIMIT, IDLE, NOT_FINITE, RUNNING, STOPPED
 from jaxinfer.slot_state import MAX_COUNT, History, Options, Slots
+from pallas_kernels.sampling_threshold import Implementation, sampling_threshold
 
 Variant = Literal["greedy", "draw", "filter", "full"]
 VARIANTS: tuple[Variant, ...] = ("greedy", "draw", "filter", "full")
@@ -39,7 +40,11 @@ class SampleRows(NamedTuple):
     live: Bool[Array, " R"]
 
 
-@functools.partial(jax.jit, static_argnames=("variant",), donate_argnames=("slots", "history"))
+@functools.partial(
+    jax.jit,
+    static_argnames=("variant", "implementation"),
+    donate_argnames=("slots", "history"),
+)
 def sample(
     logits: Float[Array, "R V"],
     rows: SampleRows,
@@ -48,8 +53,11 @@ def sample(
     history: History | None,
     *,
     variant: Variant,
+    implementation: Implementation,
 ) -> tuple[Slots, History | None, Int[Array, "R columns"]]:
     """Next tokens, and the slots that carry them into the next step.
+
+    `implementation` is what finds the thresholds of the filters.
 
     The int32 result has a token and an outcome a row and, for `full`, the chosen token's logprob,
     the most likely ids and their logprobs (floats as bits). `history` is None but for `full`.
@@ -63,7 +71,9 @@ def sample(
         temperature = options.number("temperature", rows.slots)
         weights = _tempered(edited, temperature)
         if variant != "draw":
-            weights = _filter(weights, rows.slots, options)
+            filters = (options.number(name, rows.slots) for name in ("min_p", "top_k", "top_p"))
+            limit = sampling_threshold(edited, temperature, *filters, implementation=implementation)
+            weights = jnp.where(_distance(edited) <= limit[:, None], weights, 0.0)
         drawn = _draw(weights, _uniform(rows.slots, positions, options))
         tokens = jnp.where(temperature > 0, drawn, tokens)
     outcome = _outcome(logits, tokens, positions, rows, options)
@@ -89,48 +99,15 @@ def _maximum(x: Float[Array, "R V"]) -> Float[Array, " R"]:
     return jnp.where(jnp.isnan(x), jnp.inf, x).max(-1)
 
 
+def _distance(logits: Float[Array, "R V"]) -> Float[Array, "R V"]:
+    """How far each token is below the most likely one."""
+    return logits.max(-1, keepdims=True) - logits
+
+
 def _tempered(logits: Float[Array, "R V"], temperature: Float[Array, " R"]) -> Float[Array, "R V"]:
     """Unnormalised probabilities; the most likely token has 1, whatever the temperature."""
     scale = jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    return jnp.exp((logits - logits.max(-1, keepdims=True)) / scale)
-
-
-def _filter(
-    weights: Float[Array, "R V"], rows: Int[Array, " R"], options: Options
-) -> Float[Array, "R V"]:
-    """min-p, then top-k, then top-p of what is left; ties at a threshold all stay."""
-    weights = jnp.where(weights >= options.number("min_p", rows)[:, None], weights, 0.0)
-    top_k = jnp.minimum(options.number("top_k", rows), weights.shape[1])
-    by_rank = _threshold(weights, jnp.ones_like(weights), top_k.astype(jnp.float32))
-    by_rank = jnp.where(top_k > 0, by_rank, 0.0)
-    weights = jnp.where(weights >= by_rank[:, None], weights, 0.0)
-    top_p = options.number("top_p", rows)
-    by_mass = _threshold(weights, weights, top_p * weights.sum(-1))
-    by_mass = jnp.minimum(by_mass, 1.0)  # a top_p that underflows still keeps the most likely
-    by_mass = jnp.where(top_p < 1, by_mass, 0.0)
-    return jnp.where(weights >= by_mass[:, None], weights, 0.0)
-
-
-def _threshold(
-    values: Float[Array, "R V"], amounts: Float[Array, "R V"], target: Float[Array, " R"]
-) -> Float[Array, " R"]:
-    """The largest t for which the amounts of entries with value >= t reach the target; exact.
-
-    Floats from 0 to 1 order as their bits, so the answer is built two bits at a time from the top:
-    15 passes of three sums, no sort.
-    """
-    bits = lax.bitcast_convert_type(values, jnp.int32)
-
-    def refine(i: Int[Array, ""], found: Int[Array, " R"]) -> Int[Array, " R"]:
-        best = found
-        for digit in (1, 2, 3):
-            candidate = found + (jnp.int32(digit) << (28 - 2 * i))
-            reached = jnp.where(bits >= candidate[:, None], amounts, 0.0).sum(-1) >= target
-            best = jnp.where(reached, candidate, best)
-        return best
-
-    found = lax.fori_loop(0, 15, refine, jnp.zeros(values.shape[0], jnp.int32))
-    return lax.bitcast_convert_type(found, jnp.float32)
+    return jnp.exp(-_distance(logits) / scale)
 
 
 def _uniform(

@@ -55,9 +55,10 @@ from jaxinfer.slot_state import (
 from jaxinfer.step_model import StepModel
 from jaxinfer.step_plan import StepShape
 from jaxinfer.validation import EngineLimits
-from pallas_kernels.dispatch import Device
+from pallas_kernels import sampling_threshold
+from pallas_kernels.dispatch import Device, Implementation
 from pallas_kernels.grouped_matmul import Implementation as Grouped
-from pallas_kernels.paged_attention import Implementation, choose_body
+from pallas_kernels.paged_attention import choose_body
 
 if TYPE_CHECKING:
     from jaxinfer.checkpoints import LoadedModel
@@ -177,8 +178,15 @@ def _builder(
     """What compiles the programs of some shapes, or loads them, into a runner's table."""
     block = ATTENTION_BLOCK if config.deterministic else None
     device = _device(jax.devices()[0])
-    experts = _experts(device, model, config)
-    step_model = StepModel(model, groups, _attention(device, groups), mesh, block, experts)
+    step_model = StepModel(
+        model,
+        groups,
+        _attention(device, groups),
+        mesh,
+        block,
+        experts=_experts(device, model, config),
+        sampling=_sampling(device),
+    )
     state = (runner.params, runner.pools, runner.slots, runner.options, runner.history)
     store = None  # which keeps programs of a single device only
     if mesh is None:
@@ -242,6 +250,16 @@ def _experts(device: Device, model: ModelConfig, config: EngineConfig) -> Groupe
         return None
     if body.why:
         logger.warning("experts are computed by XLA, not by kernels: %s (docs/gpu.md)", body.why)
+    return body.implementation
+
+
+def _sampling(device: Device) -> Implementation:
+    """What finds the sampler's thresholds; the log says why if it is no kernel on a GPU."""
+    body = sampling_threshold.choose_body(device)
+    if body.why:
+        logger.warning(
+            "tokens are filtered by XLA, not by a kernel: %s (docs/kernels.md)", body.why
+        )
     return body.implementation
 
 

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxinfer.attention import FusedLayerAttention, LayerAttention
+from jaxinfer.attention import attend_pages, write
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.experts import run_experts
 from jaxinfer.kv_pool import Pools
 from jaxinfer.models import family_of
-from jaxinfer.models.base import LayerContext
+from jaxinfer.models.base import LayerContext, Norms, Rotary
 from jaxinfer.params import Tree
 from jaxinfer.sampler import SampleRows
 from jaxinfer.sharding import constrain
@@ -108,9 +108,20 @@ def _layer(
 
     An inner jit, so that it is traced once a kind of layer and not once a layer.
     """
-    config, experts = model.config, None
-    kernels = model.attention.startswith("triton")
-    attend = (FusedLayerAttention if kernels else LayerAttention)(model, kind, place, pool)
+    config = model.config
+    stored, experts = pool, None
+
+    def attend(
+        q: Float[Array, "T KV G hd"],
+        k: Float[Array, "T KV hd"],
+        v: Float[Array, "T KV hd"] | None,
+        sinks: Float[Array, "KV G"] | None = None,
+        rotary: Rotary | None = None,
+        norms: Norms | None = None,
+    ) -> Float[Array, "T KV G vd"]:
+        nonlocal stored
+        q, stored = write(model, pool, place, q, k, v, rotary, norms)
+        return attend_pages(model, kind, place, q, stored, sinks)
 
     def on_routed(chosen: Int[Array, "T k"]) -> None:
         nonlocal experts
@@ -121,7 +132,7 @@ def _layer(
         run = functools.partial(run_experts, model) if model.experts else None
         hears = {"on_routed": on_routed, "run_experts": run}
     x = family_of(config.family).layer(params, config, kind, x, context, attend, **hears)
-    return x, attend.pages, experts
+    return x, stored, experts
 
 
 def _expert_load(

@@ -10,14 +10,15 @@ from jaxtyping import Array, Int
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.kv_pool import KVGroup
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.grouped_matmul import Implementation as Grouped
-from pallas_kernels.paged_attention import Implementation
 
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
     """The static side of a step: what is computed, how attention is, and over which devices.
 
+    `sampling`: how the sampler's thresholds are found.
     `attention_block`: keys that attention takes at once; None: what is fastest for the rows.
     `experts`: what multiplies with experts' matrices; None: XLA, in the platform's form.
     """
@@ -28,6 +29,7 @@ class StepModel:
     mesh: Mesh | None = None
     attention_block: int | None = None
     experts: Grouped | None = None
+    sampling: Implementation = "reference_static"
 
     def group_of(self, layer: int) -> int:
         return next(i for i, group in enumerate(self.groups) if layer in group.layers)

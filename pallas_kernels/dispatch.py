@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jax.experimental.pallas import triton
+
+# "reference" may loop as long as the data says, which the host need not know: right for CPUs.
+# "reference_static" always does the most there can be: no condition is computed on the device.
+# "triton" are kernels for NVIDIA GPUs; "triton_interpreted" runs them anywhere, for tests.
+Implementation = Literal["reference", "reference_static", "triton", "triton_interpreted"]
 
 Capability = tuple[int, int]  # CUDA's compute capability
 TENSOR_CORES: Capability = (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Body[Implementation]:
+class Body[Name]:
     """An implementation, and why it is no kernel where kernels would be expected."""
 
-    implementation: Implementation
+    implementation: Name
     why: str = ""
 
 

@@ -67,7 +67,9 @@ class Sampled:
     top: np.ndarray | None = None
 
 
-def run(logits: np.ndarray, rows: list[Row], variant: str, history=None) -> Sampled:
+def run(
+    logits: np.ndarray, rows: list[Row], variant: str, history=None, implementation="reference"
+) -> Sampled:
     """Sample a batch through everything a real step uses: packed options and uploaded history."""
     num_slots, padded = max(SLOTS, len(rows)), max(ROWS, len(rows))
     for i, row in enumerate(rows):
@@ -95,6 +97,7 @@ def run(logits: np.ndarray, rows: list[Row], variant: str, history=None) -> Samp
         options,
         history if variant == "full" else None,
         variant=variant,
+        implementation=implementation,
     )
     out = np.asarray(out)[: len(rows)]
     result = Sampled(out[:, 0], out[:, 1], new_slots, history)

@@ -193,8 +193,8 @@ def test_every_tile_reads_no_further_than_its_own_rows():
 
 def written(pools, pages, offsets, k, v):
     """write_kv, jitted and in place."""
-    jitted = jax.jit(write_kv, donate_argnums=(0, 1))
-    return jitted(*pools, jnp.asarray(pages), jnp.asarray(offsets), jnp.asarray(k), jnp.asarray(v))
+    jitted = jax.jit(write_kv, donate_argnums=0)
+    return jitted(tuple(pools), *map(jnp.asarray, (pages, offsets, k, v)))
 
 
 def test_write_puts_each_token_at_its_place_and_changes_nothing_else():

@@ -10,7 +10,8 @@ from tiny_engine import Setup, check, drive, engine_for
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_the_engine_says_the_same_with_kernels(devices):
-    setup = Setup(slots=2, chunk=64, pages=21, attention="triton_interpreted", devices=devices)
+    kernels = {"attention": "triton_interpreted", "sampling": "triton_interpreted"}
+    setup = Setup(slots=2, chunk=64, pages=21, devices=devices, **kernels)
     requests = mixed_requests(seed=11, count=4, longest=40)
     outputs = drive(engine_for(setup), requests, arrivals=2)
     for r in requests:

@@ -42,12 +42,6 @@ COMPILED = [
 ]
 
 
-def pending(compiled: tuple[str, int, str]) -> list[pytest.MarkDecorator]:
-    """XLA's grouped product transposes all experts' weights and multiplies with each of them."""
-    experts = known_model(compiled[0]).moe and compiled[2].startswith("forward")
-    return [pytest.mark.xfail(strict=True, reason="experts need a kernel")] if experts else []
-
-
 @pytest.fixture(scope="module")
 def rows() -> dict[tuple[str, int, str], dict]:
     """What `scripts/gpu_check --json` prints, by model, GPUs and program."""
@@ -71,7 +65,7 @@ def rows() -> dict[tuple[str, int, str], dict]:
     return found
 
 
-@pytest.mark.parametrize("compiled", [pytest.param(c, marks=pending(c)) for c in COMPILED], ids=str)
+@pytest.mark.parametrize("compiled", COMPILED, ids=str)
 def test_the_engines_programs_pass(rows, compiled):
     row = rows[compiled]
     assert not row["error"] and len(row["checks"]) == 8

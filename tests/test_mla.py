@@ -23,13 +23,18 @@ from jaxinfer.memory_plan import plan_memory, workspace_bytes
 from jaxinfer.models import family_of, mla
 from jaxinfer.models.hf_config import model_config
 from jaxinfer.models.moe import route
-from jaxinfer.models.rope import apply_rope, rope_tables
+from jaxinfer.models.rope import rope_tables
 from jaxinfer.params import abstract_params
 from jaxinfer.programs import program_set, step_shapes
 from jaxinfer.sharding import MESH_AXES, ShardingError, param_shardings
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
 from jaxinfer.step_model import StepModel
-from pallas_kernels.paged_attention import paged_attention, paged_prefill, write_latent
+from pallas_kernels.paged_attention import (
+    apply_rope,
+    paged_attention,
+    paged_prefill,
+    write_latent,
+)
 
 TOKENS = 20
 

@@ -111,8 +111,12 @@ from jaxinfer.models import llama
 from jaxinfer.params import abstract_params, init_params
 from jaxinfer.sharding import make_mesh, param_shardings, pool_sharding, replicated, sharding_of
 from test_sharding import TINY
+from pallas_kernels.paged_attention import apply_rope
 
-def attend(q, k, v, sinks):
+def attend(q, k, v, sinks, rotary, norms):
+    assert norms is None
+    q = apply_rope(q.reshape(len(q), -1, q.shape[-1]), *rotary).reshape(q.shape)
+    k = apply_rope(k, *rotary)
     scores = jnp.einsum("tkgh,skh->kgts", q, k)
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     return jnp.einsum("kgts,skh->tkgh", jax.nn.softmax(jnp.where(causal, scores, -1e30)), v)

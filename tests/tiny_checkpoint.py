@@ -18,6 +18,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of
+from jaxinfer.models.layers import rms_norm
+from pallas_kernels.paged_attention import apply_rope
 
 ORACLE = Path(__file__).parent / "fixtures" / "oracles" / "llama"
 VARIANTS = ("default", "linear", "llama3", "yarn", "tied")
@@ -216,8 +218,20 @@ def dense_attention(
     k: jax.Array,
     v: jax.Array | None,
     sinks: jax.Array | None = None,
+    rotary: tuple[jax.Array, jax.Array] | None = None,
+    norms: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Causal attention of all tokens to all, with a model's scale, cap, window and sinks."""
+    if norms is not None:
+        q, k = (
+            rms_norm(
+                x.reshape(-1, x.shape[-1]), weight, config.rms_norm_eps, config.norm_offset
+            ).reshape(x.shape)
+            for x, weight in zip((q, k), norms)
+        )
+    if rotary is not None:
+        flat = apply_rope(q.reshape(len(q), -1, q.shape[-1]), *rotary, config.rope_pairs)
+        q, k = flat.reshape(q.shape), apply_rope(k, *rotary, config.rope_pairs)
     if v is None:
         v = k[..., : config.value_dim]
     position = np.arange(len(q))

@@ -32,6 +32,7 @@ from jaxinfer.request import (
 from jaxinfer.runner import Runner
 from jaxinfer.scheduler import Scheduler
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
+from pallas_kernels.paged_attention import apply_rope
 
 MAX_MODEL_LEN = 128
 VOCAB = 300  # two draw blocks, the second one partial
@@ -51,6 +52,7 @@ class Setup:
     dtype: str = "float32"
     kv_dtype: str | None = None
     attention: str | None = None  # None: as a start chooses it
+    sampling: str | None = None
     devices: int = 1
     deterministic: bool = False
     differs: bool = False  # some programs disagree: determinism is "fixed"
@@ -86,6 +88,8 @@ def built(setup: Setup) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         if setup.attention:
             patch.setattr(startup, "_attention", lambda device, groups: setup.attention)
+        if setup.sampling:
+            patch.setattr(startup, "_sampling", lambda device: setup.sampling)
         if setup.differs:
             found = iter([("a row", 0, np.zeros(42, np.int32))])
             patch.setattr(determinism, "invariant_ways", lambda *args: found)
@@ -186,7 +190,10 @@ def dense_logits(params, tokens, *, config: ModelConfig):
     context = family.layer_context(config, jnp.arange(count))
     causal = jnp.arange(count)[None, :] <= jnp.arange(count)[:, None]
 
-    def attend(q, k, v, sinks):
+    def attend(q, k, v, sinks, rotary, norms):
+        assert norms is None
+        q = apply_rope(q.reshape(count, -1, q.shape[-1]), *rotary).reshape(q.shape)
+        k = apply_rope(k, *rotary)
         scores = jnp.einsum("tkgd,skd->kgts", q, k) * config.head_dim**-0.5
         scores = jnp.where(causal, scores.astype(jnp.float32), -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxinfer.gpu_check.kernel_case import KernelCase, abstract
-from pallas_kernels.paged_attention import triton_decode, triton_prefill, triton_write
+from pallas_kernels.paged_attention import triton_decode, triton_prefill
 from pallas_kernels.paged_attention.dispatch import PAGES
 from pallas_kernels.paged_attention.triton_blocks import Pool
 
@@ -65,15 +65,6 @@ def attention_cases() -> Iterator[KernelCase]:
                 entry="paged_",
                 oldest=PAGES[case.pages],
             )
-    for case, normed in ((ATTENTION[0], False), (ATTENTION[0], True), (ATTENTION[5], False)):
-        yield KernelCase(
-            "heads normed, rotated, written" if normed else "heads rotated, written",
-            case.models,
-            f"{case.kv_heads} × {case.group} of {case.head_dim}, pages of {case.page_size}",
-            functools.partial(_write, case, normed),
-            entry="rotate_and_write",
-            tensor_cores=False,
-        )
 
 
 def _decode(case: Attention, mesh: Mesh) -> Any:
@@ -93,16 +84,6 @@ def _prefill(case: Attention, mesh: Mesh) -> Any:
     )
     arrays = (abstract(mesh, jnp.bfloat16, *shape), pool, table, tiles, _sinks(case, mesh))
     return triton_prefill.program.lower(*arrays, **how)
-
-
-def _write(case: Attention, normed: bool, mesh: Mesh) -> Any:
-    heads = (SLOTS, case.kv_heads, case.group + 2, case.head_dim)
-    pool = abstract(mesh, jnp.bfloat16, NUM_PAGES, case.kv_heads, case.page_size, case.head_dim)
-    place = abstract(mesh, jnp.int32, SLOTS)
-    rotary = (abstract(mesh, jnp.float32, SLOTS, case.head_dim // 2),) * 2
-    norms = (abstract(mesh, jnp.bfloat16, case.head_dim),) * 2 if normed else None
-    arrays = (abstract(mesh, jnp.bfloat16, *heads), pool, pool, place, place, rotary, norms)
-    return triton_write.program.lower(*arrays, eps=1e-6, norm_offset=0.0)
 
 
 def _pool(case: Attention, mesh: Mesh) -> tuple[Pool, dict[str, Any]]:

@@ -26,6 +26,7 @@ from jaxinfer.step_model import StepModel
 from jaxinfer.step_plan import StepShape
 from pallas_kernels.dispatch import Device
 from pallas_kernels.paged_attention import choose_body
+from pallas_kernels.sampling_threshold import choose_body as choose_sampling
 
 ENGINE = EngineConfig(
     max_num_seqs=256, max_model_len=8192, max_num_batched_tokens=2048, dtype="bfloat16"
@@ -195,9 +196,10 @@ def make_plan(target: GpuTarget, name: str, ways: int, layers: int | None = None
     kind, dims = groups[0].dtype, groups[0].dims
     device = Device("cuda", target.name, target.compute_capability)
     attention = choose_body(*device, *dims, kind).implementation
+    sampling = choose_sampling(device).implementation
     experts = choose_experts(device, model, engine.dtype, ways)
     grouped = None if experts is None else experts.implementation
-    step = StepModel(model, groups, attention, mesh, experts=grouped)
+    step = StepModel(model, groups, attention, mesh, experts=grouped, sampling=sampling)
     state = (params_of(model), pools, *others)
     shapes = step_shapes(engine.max_num_seqs, engine.max_num_batched_tokens, page_size, num_groups)
     programs = {p.name: p for p in program_set(step, shapes, state)}

@@ -15,26 +15,12 @@ from jaxinfer.models.rope_config import rope_settings
 from jaxinfer.params import Tree
 
 LayerContext = Any  # a family's own pytree, made once a step
+Rotary = tuple[Float[Array, "T half"], Float[Array, "T half"]]  # cosines and sines
+Norms = tuple[Float[Array, " hd"], Float[Array, " hd"]]  # weights for queries and for keys
 # attend(q [T, kv_heads, group, head_dim], k [T, kv_heads, head_dim], v, sinks [kv_heads, group] or
-# None) -> like q, as wide as v. v None: the leading `value_dim` of k is.
+# None, rotary, norms) -> like q, as wide as v. v None: the leading `value_dim` of k is. With
+# `norms`, heads of q and k are still to be normed; with `rotary`, to be rotated after that.
 Attend = Callable[..., Any]
-
-
-class FusedAttend:
-    """An `Attend` whose kernels can also norm and rotate heads."""
-
-    def projected(
-        self,
-        qkv: Float[Array, "T KV G2 hd"],
-        rotary: tuple[Float[Array, "T half"], Float[Array, "T half"]],
-        norms: tuple[Float[Array, " hd"], Float[Array, " hd"]] | None,
-        sinks: Float[Array, "KV G"] | None,
-    ) -> Float[Array, "T KV G hd"]:
-        """Attention of heads as projected: of each key/value head its queries, key and value.
-        `norms` are weights of queries' and keys', as in the checkpoint; halves are rotated."""
-        raise NotImplementedError
-
-
 # on_routed(experts i32[T, top_k]): hears which experts the tokens of a layer go to
 OnRouted = Callable[[Any], None]
 # Rows [R, D] in order of their expert, i32[E] of each, the place of every token's choice [T * k]

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.config import LayerKind, ModelConfig, RopeConfig
-from jaxinfer.models.base import Attend, FusedAttend, LayerContext, OnRouted, RunExperts
+from jaxinfer.models.base import Attend, LayerContext, OnRouted, RunExperts
 from jaxinfer.models.decoder_params import norm_names
 from jaxinfer.models.layers import (
     ACTIVATIONS,
@@ -52,7 +52,7 @@ from jaxinfer.models.layers import (
 from jaxinfer.models.layers import embed as embed_rows
 from jaxinfer.models.mla import latent_attention
 from jaxinfer.models.moe import moe
-from jaxinfer.models.rope import apply_rope, rope_tables
+from jaxinfer.models.rope import rope_tables
 from jaxinfer.params import Tree
 
 
@@ -129,33 +129,21 @@ def _attention(
     context: LayerContext,
     attend: Attend,
 ) -> Float[Array, "T D"]:
-    tokens, group = x.shape[0], c.group_size
+    group = c.group_size
     qkv = add_bias(linear(x, params["qkv"]), params.get("qkv_bias"))
     if c.qkv_clip is not None:
         qkv = jnp.clip(qkv, -c.qkv_clip, c.qkv_clip)
-    if isinstance(attend, FusedAttend) and _fusible(c, kind):
-        norms = None if c.qk_norm == "none" else (params["q_norm"], params["k_norm"])
-        attended = attend.projected(qkv, context[kind.rope], norms, params.get("sinks"))
-        return add_bias(project_out(attended, params["o"]), params.get("o_bias"))
     qk, v = qkv[:, :, : group + 1], qkv[:, :, group + 1]
-    if c.qk_norm != "none":
+    norms = None
+    if c.qk_norm == "head" and kind.query_scale == 1:
+        norms = params["q_norm"], params["k_norm"]
+    elif c.qk_norm != "none":
         qk = _norm_qk(params, c, qk)
-    if kind.rope != "none":
-        cos, sin = context[kind.rope]
-        flat = qk.reshape(tokens, -1, c.head_dim)
-        qk = apply_rope(flat, cos, sin, c.rope_pairs).reshape(qk.shape)
-    q = qk[:, :, :group]
+    q, rotary = qk[:, :, :group], None if kind.rope == "none" else context[kind.rope]
     if kind.query_scale != 1:
         q = q * jnp.asarray(kind.query_scale, q.dtype)
-    attended = attend(q, qk[:, :, group], v, params.get("sinks"))
+    attended = attend(q, qk[:, :, group], v, params.get("sinks"), rotary, norms)
     return add_bias(project_out(attended, params["o"]), params.get("o_bias"))
-
-
-def _fusible(c: ModelConfig, kind: LayerKind) -> bool:
-    """Whether one kernel can do all that happens to heads between projection and attention."""
-    whole = c.rotary_dim in (None, c.head_dim) and c.rope_pairs == "halves"
-    rotates = whole and kind.rope != "none"
-    return rotates and c.qk_norm in ("none", "head") and kind.query_scale == 1
 
 
 def _norm_qk(

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float
 from jaxinfer.config import MlaConfig, ModelConfig
 from jaxinfer.models.base import Attend, HfSource
 from jaxinfer.models.layers import add_bias, linear, linear_by_head, rms_norm
-from jaxinfer.models.rope import apply_rope
 from jaxinfer.params import ParamSpec, Tree
+from pallas_kernels.paged_attention import apply_rope
 
 LATENT_EPS = 1e-6  # of the latents' norms, whatever the model's own is
 

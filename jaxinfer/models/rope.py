@@ -1,4 +1,4 @@
-"""Rotary position embedding: float32 tables, applied to the halves of a head (NeoX order)."""
+"""The float32 tables of rotary position embedding."""
 
 from __future__ import annotations
 
@@ -84,26 +84,3 @@ def rope_tables(
     inv, factor = inverse_frequencies(rope, head_dim)
     angles = positions.astype(jnp.float32)[:, None] * inv[None, :]
     return lax.optimization_barrier((jnp.cos(angles) * factor, jnp.sin(angles) * factor))
-
-
-def apply_rope(
-    x: Float[Array, "T N hd"],
-    cos: Float[Array, "T half"],
-    sin: Float[Array, "T half"],
-    pairs: str = "halves",
-) -> Float[Array, "T N hd"]:
-    """Rotate pairs of each head's leading 2 * half values; computed in float32.
-
-    "halves" pairs the first half with the second, "neighbours" values side by side. Swapping the
-    two instead of slicing and joining them keeps it one fused operation.
-    """
-    rotary = 2 * cos.shape[-1]
-    if rotary < x.shape[-1]:
-        turned = apply_rope(x[..., :rotary], cos, sin, pairs)
-        return jnp.concatenate([turned, x[..., rotary:]], axis=-1)
-    axis = -2 if pairs == "halves" else -1
-    shape = (2, -1) if pairs == "halves" else (-1, 2)
-    both = x.reshape(*x.shape[:-1], *shape).astype(jnp.float32)
-    signed = jnp.stack([-sin, sin], axis=axis)[:, None]
-    rotated = both * jnp.expand_dims(cos, axis)[:, None] + jnp.flip(both, axis) * signed
-    return rotated.reshape(x.shape).astype(x.dtype)

@@ -6,6 +6,9 @@ writes there. Keys that a row must not see may be anything; values are finite in
 
 Latent attention (DeepSeek-V2, arXiv:2405.04434) has one array: its `v_pool` is None, and the
 leading `value_dim` of a key is its value.
+
+A quantised pool has int8 or float8 pages, and scales float32 [pages, kv_heads, page_size] of its
+keys and of its values: what is stored of a token and head, times its scale, is its key or value.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
+from pallas_kernels.dispatch import Body, Implementation
 from pallas_kernels.paged_attention import (
     reference,
     triton_blocks,
@@ -22,13 +26,15 @@ from pallas_kernels.paged_attention import (
     triton_prefill,
     triton_write,
 )
-from pallas_kernels.paged_attention.dispatch import Body, Implementation, choose_body
+from pallas_kernels.paged_attention.dispatch import choose_body
+from pallas_kernels.paged_attention.rotary import Pairs, apply_rope
+from pallas_kernels.paged_attention.write import write_kv, write_latent
 
 
 def paged_attention(
     q: Float[Array, "S KV G hd"],
-    k_pool: Float[Array, "P KV ps hd"],
-    v_pool: Float[Array, "P KV ps vd"] | None,
+    k_pool: Num[Array, "P KV ps hd"],
+    v_pool: Num[Array, "P KV ps vd"] | None,
     page_table: Int[Array, "S W"],
     kv_lens: Int[Array, " S"],
     *,
@@ -39,6 +45,8 @@ def paged_attention(
     sinks: Float[Array, "KV G"] | None = None,
     block: int | None = None,
     value_dim: int | None = None,
+    k_scale: Float[Array, "P KV ps"] | None = None,
+    v_scale: Float[Array, "P KV ps"] | None = None,
 ) -> Float[Array, "S KV G vd"]:
     """Decode attention: one query token a row over its first `kv_lens` cached tokens.
 
@@ -48,7 +56,7 @@ def paged_attention(
     how many keys the reference takes at once, by which a row's result differs in the last bits;
     None: what is fastest for as many rows.
     """
-    pool = _pool(k_pool, v_pool, value_dim)
+    pool = _pool(k_pool, v_pool, value_dim, k_scale, v_scale)
     if implementation.startswith("triton"):
         pages, how = _for_triton(pool, implementation, scale, window, soft_cap)
         return triton_decode.paged_attention(q, pages, page_table, kv_lens, sinks, **how)
@@ -58,8 +66,8 @@ def paged_attention(
 
 def paged_prefill(
     q: Float[Array, "C KV G hd"],
-    k_pool: Float[Array, "P KV ps hd"],
-    v_pool: Float[Array, "P KV ps vd"] | None,
+    k_pool: Num[Array, "P KV ps hd"],
+    v_pool: Num[Array, "P KV ps vd"] | None,
     page_table: Int[Array, "N W"],
     tiles: Int[Array, "T 4"],
     *,
@@ -70,6 +78,8 @@ def paged_prefill(
     sinks: Float[Array, "KV G"] | None = None,
     block: int | None = None,
     value_dim: int | None = None,
+    k_scale: Float[Array, "P KV ps"] | None = None,
+    v_scale: Float[Array, "P KV ps"] | None = None,
 ) -> Float[Array, "C KV G vd"]:
     """Prefill attention of a ragged chunk, causal, over each piece's cached tokens and itself.
 
@@ -78,7 +88,7 @@ def paged_prefill(
     row that matters; tiles with 0 rows are padding. The pool holds the chunk's own k and v already.
     `window`, `soft_cap`, `sinks` and `block` as for `paged_attention`.
     """
-    pool = _pool(k_pool, v_pool, value_dim)
+    pool = _pool(k_pool, v_pool, value_dim, k_scale, v_scale)
     if implementation.startswith("triton"):
         pages, how = _for_triton(pool, implementation, scale, window, soft_cap)
         return triton_prefill.paged_prefill(q, pages, page_table, tiles, sinks, **how)
@@ -86,79 +96,62 @@ def paged_prefill(
     return reference.paged_prefill(q, pool, page_table, tiles, scale, seen, dynamic, block)
 
 
-def write_kv(
-    k_pool: Float[Array, "P KV ps hd"],
-    v_pool: Float[Array, "P KV ps hd"],
-    pages: Int[Array, " T"],
-    offsets: Int[Array, " T"],
+def rotate_and_write(
+    q: Float[Array, "T KV G hd"],
     k: Float[Array, "T KV hd"],
     v: Float[Array, "T KV hd"],
-) -> tuple[Float[Array, "P KV ps hd"], Float[Array, "P KV ps hd"]]:
-    """Store one token a row at (page, offset), in place when the pools are donated.
-
-    Several padding rows may hit the null page, so the indices are not promised to be unique.
-
-    Values in the pool are always finite: attention drops masked keys by selection, but masked
-    values by a weight of 0, and 0 * NaN would reach whoever uses the page next. Where a value is
-    not finite its key gets a NaN, which reaches all that attend to it and nobody else.
-    """
-    k, v = k.astype(k_pool.dtype), v.astype(v_pool.dtype)
-    finite = jnp.isfinite(v)  # elementwise: a reduction over the head would not fuse
-    k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
-    k_pool = k_pool.at[pages, :, offsets].set(k, mode="promise_in_bounds")
-    return k_pool, v_pool.at[pages, :, offsets].set(v, mode="promise_in_bounds")
-
-
-def rotate_and_write(
-    qkv: Float[Array, "T KV G2 hd"],
-    k_pool: Float[Array, "P KV ps hd"],
-    v_pool: Float[Array, "P KV ps hd"],
-    pages: Int[Array, " T"],
-    offsets: Int[Array, " T"],
     rotary: tuple[Float[Array, "T half"], Float[Array, "T half"]],
-    norms: tuple[Float[Array, " hd"], Float[Array, " hd"]] | None,
-    *,
-    eps: float,
-    norm_offset: float,
-    implementation: Implementation,
-) -> tuple[Float[Array, "T KV G hd"], Float[Array, "P KV ps hd"], Float[Array, "P KV ps hd"]]:
-    """Queries as attention takes them, and the pages with the step's keys and values.
-
-    Of each key/value head `qkv` has the queries that share it, its key and its value, as projected.
-    Queries and keys are normed by root mean square, if there are weights for it, which are
-    `norm_offset` too small; then their halves are rotated. Kernels only: with operations of XLA's
-    it is a norm, a rotation and `write_kv`.
-    """
-    interpret = implementation == "triton_interpreted"
-    where = (qkv, k_pool, v_pool, pages, offsets, rotary, norms)
-    return triton_write.rotate_and_write(
-        *where, eps=eps, norm_offset=norm_offset, interpret=interpret
-    )
-
-
-def write_latent(
-    pool: Float[Array, "P 1 ps hd"],
+    pools: tuple[Array, ...],
     pages: Int[Array, " T"],
     offsets: Int[Array, " T"],
-    k: Float[Array, "T 1 hd"],
-    value_dim: int,
-) -> Float[Array, "P 1 ps hd"]:
-    """`write_kv` where the leading `value_dim` of a key is its value: that part stays finite, and
-    the rest of the key says with NaN if it was not."""
-    k = k.astype(pool.dtype)
-    finite = jnp.isfinite(k[..., :value_dim])
-    value = jnp.where(finite, k[..., :value_dim], 0)
-    rest = jnp.where(finite.all(-1, keepdims=True), k[..., value_dim:], jnp.nan)
-    k = jnp.concatenate([value, rest], axis=-1)
-    return pool.at[pages, :, offsets].set(k, mode="promise_in_bounds")
+    norms: tuple[Float[Array, " hd"], Float[Array, " hd"]] | None = None,
+    *,
+    pairs: Pairs,
+    implementation: Implementation,
+    eps: float = 0.0,
+    norm_offset: float = 0.0,
+) -> tuple[Float[Array, "T KV G hd"], tuple[Array, ...]]:
+    """The queries, rotated by `apply_rope`, and the pools after `write_kv` of rotated keys.
+
+    `rotary` are cosines and sines of each token; `pools` are k_pool, v_pool and, of quantised ones,
+    k_scale, v_scale. They are updated in place when they are donated. `norms`, which kernels alone
+    take, are weights, `norm_offset` too small, of root-mean-square norms of queries and of keys,
+    before they are rotated; numbers are rounded to their dtype after the norm too.
+    """
+    if implementation.startswith("triton"):
+        # One array again: the compiler finds that these are parts of one, and moves nothing.
+        qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
+        where, interpret = (pages, offsets), implementation == "triton_interpreted"
+        how = triton_write.Heads(pairs, eps, norm_offset)
+        return triton_write.rotate_and_write(
+            qkv, rotary, pools, *where, norms, how=how, interpret=interpret
+        )
+    if norms is not None:
+        raise ValueError("norms are given to kernels only; norm queries and keys before")
+    qk = jnp.concatenate([q, k[:, :, None]], axis=2)
+    flat = qk.reshape(q.shape[0], -1, q.shape[3])
+    qk = apply_rope(flat, *rotary, pairs).reshape(qk.shape)
+    stored = write_kv(pools, pages, offsets, qk[:, :, -1], v)
+    return qk[:, :, :-1], stored
 
 
-def _pool(k_pool: Array, v_pool: Array | None, value_dim: int | None) -> reference.Pool:
-    if v_pool is not None and value_dim is None:
-        return reference.Pool(k_pool, v_pool, v_pool.shape[3])
-    if v_pool is None and value_dim is not None:
-        return reference.Pool(k_pool, None, value_dim)
-    raise ValueError("attention takes either v_pool or the value_dim of keys that begin with it")
+def _pool(
+    k_pool: Array,
+    v_pool: Array | None,
+    value_dim: int | None,
+    k_scale: Array | None,
+    v_scale: Array | None,
+) -> reference.Pool:
+    """Raises ValueError for arrays that do not go together."""
+    if (v_pool is None) == (value_dim is None):
+        raise ValueError("attention takes either v_pool or the value_dim of keys that begin with it")
+    if (k_scale is None) != (v_scale is None) or (v_pool is None and k_scale is not None):
+        raise ValueError("attention takes both k_scale and v_scale of pools apart, or neither")
+    if k_scale is None and jnp.issubdtype(k_pool.dtype, jnp.integer):
+        raise ValueError(f"pages of {k_pool.dtype} need k_scale and v_scale")
+    width = v_pool.shape[3] if v_pool is not None else value_dim
+    assert width is not None
+    return reference.Pool(k_pool, v_pool, width, k_scale, v_scale)
 
 
 def _for_triton(
@@ -176,7 +169,7 @@ def _for_triton(
         "soft_cap": soft_cap,
         "interpret": implementation == "triton_interpreted",
     }
-    return triton_blocks.Pool(pool.k, pool.v), how
+    return triton_blocks.Pool(pool.k, pool.v, pool.k_scale, pool.v_scale), how
 
 
 TILE_ROWS = reference.TILE_ROWS
@@ -185,6 +178,8 @@ __all__ = [
     "TILE_ROWS",
     "Body",
     "Implementation",
+    "Pairs",
+    "apply_rope",
     "choose_body",
     "paged_attention",
     "paged_prefill",

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from pallas_kernels.dispatch import TENSOR_CORES, Body, Capability, Device
-
-# "reference" loops up to the longest live sequence, which the host need not know: right for CPUs.
-# "reference_static" loops over the whole table: no loop condition is computed on the device.
-# "triton" are the kernels for NVIDIA GPUs; "triton_interpreted" runs them anywhere, for tests.
-Implementation = Literal["reference", "reference_static", "triton", "triton_interpreted"]
+from pallas_kernels.dispatch import TENSOR_CORES, Body, Capability, Device, Implementation
 
 # Element types of pages that the kernels read, and the oldest GPUs that can convert them.
 PAGES: dict[str, Capability] = {
@@ -33,8 +26,7 @@ def choose_body(
 ) -> Body[Implementation]:
     """The best body for pages of `page_dtype` with keys and values of these dimensions.
 
-    `kind` is what the device calls itself, `capability` its compute capability, None where there
-    is no such thing.
+    `platform`, `kind` and `capability` as for `Device`.
     """
     if platform == "cpu":
         return Body("reference")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 # Keys a loop turn attends to: fewer turns for few rows, whose turns cost overhead only, and less
 # wasted at the end of a sequence for many. Measured on CPUs, see docs/performance.md.
@@ -37,23 +37,40 @@ class Seen(NamedTuple):
         return scores if self.soft_cap is None else jnp.tanh(scores / self.soft_cap) * self.soft_cap
 
 
+class Block(NamedTuple):
+    """Keys and values of some pages, and the scales of quantised ones."""
+
+    k: Num[Array, "S KV T hd"]
+    v: Num[Array, "S KV T vd"]
+    k_scale: Float[Array, "S KV 1 T"] | None
+    v_scale: Float[Array, "S KV 1 T"] | None
+
+
 class Pool(NamedTuple):
     """The pages of keys and of values `value_dim` wide; without `v` a key begins with its value."""
 
-    k: Float[Array, "P KV ps hd"]
-    v: Float[Array, "P KV ps vd"] | None
+    k: Num[Array, "P KV ps hd"]
+    v: Num[Array, "P KV ps vd"] | None
     value_dim: int
+    k_scale: Float[Array, "P KV ps"] | None = None
+    v_scale: Float[Array, "P KV ps"] | None = None
 
     @property
     def page_size(self) -> int:
         return self.k.shape[2]
 
-    def gather(
-        self, pages: Int[Array, "S span"]
-    ) -> tuple[Float[Array, "S KV T hd"], Float[Array, "S KV T vd"]]:
+    def queries(self, q: Float[Array, "*axes"], scale: float) -> Float[Array, "*axes"]:
+        """Queries times the scale as keys meet them: in their dtype, unless they are quantised."""
+        return (q * scale).astype(self.k.dtype if self.k_scale is None else q.dtype)
+
+    def gather(self, pages: Int[Array, "S span"]) -> Block:
         """Keys and values of the pages."""
         k = _gather(self.k, pages)
-        return k, k[..., : self.value_dim] if self.v is None else _gather(self.v, pages)
+        v = k[..., : self.value_dim] if self.v is None else _gather(self.v, pages)
+        if self.k_scale is None or self.v_scale is None:
+            return Block(k, v, None, None)
+        scales = (self.k_scale, self.v_scale)
+        return Block(k, v, *(_gather(s[..., None], pages).swapaxes(2, 3) for s in scales))
 
 
 def paged_attention(
@@ -70,7 +87,7 @@ def paged_attention(
     page_size = pool.page_size
     table, span = _whole_blocks(page_table, page_size, block or _block_for(q.shape[0]))
     trips = _trips(jnp.max(kv_lens), table, span, page_size, dynamic)
-    scaled = (q * scale).astype(pool.k.dtype)
+    scaled = pool.queries(q, scale)
     first = seen.first(kv_lens - 1)
     start: Int[Array, ""] | int = 0
     if dynamic and seen.window is not None:
@@ -82,7 +99,7 @@ def paged_attention(
         valid = keys < kv_lens[:, None]
         if seen.window is not None:
             valid &= keys >= first[:, None]
-        return _accumulate(state, scaled, *pool.gather(pages), valid[:, None, None, :], seen)
+        return _accumulate(state, scaled, pool.gather(pages), valid[:, None, None, :], seen)
 
     state = _start((*q.shape[:3], pool.value_dim), seen)
     out = _finish(lax.fori_loop(start, trips, turn, state), q.dtype)
@@ -111,7 +128,7 @@ def paged_prefill(
     table, span = _whole_blocks(page_table, page_size, block or default)
     tiles = jnp.pad(tiles, ((0, 1), (0, 0)))
     # Tiles may overrun their rows into the next tile's, which then overwrites them.
-    scaled = lax.optimization_barrier((q * scale).astype(pool.k.dtype))
+    scaled = lax.optimization_barrier(pool.queries(q, scale))
     padded = jnp.pad(scaled, ((0, height), (0, 0), (0, 0), (0, 0)))
 
     def tile(state: tuple) -> tuple:
@@ -135,7 +152,7 @@ def paged_prefill(
             if seen.window is not None:
                 valid &= keys[None, :] >= seen.first(last)[:, None]
             shown = valid[None, None] if masked else None
-            return _accumulate(state, by_head, *pool.gather(pages), shown, seen)
+            return _accumulate(state, by_head, pool.gather(pages), shown, seen)
 
         state = _start((*by_head.shape[:3], width), seen, heads_first)
         trips = _trips(position + count, table, span, page_size, dynamic)
@@ -192,9 +209,7 @@ def _positions(block: Int[Array, ""], span: int, page_size: int) -> Int[Array, "
     return block * (span * page_size) + jnp.arange(span * page_size)
 
 
-def _gather(
-    pool: Float[Array, "P KV ps hd"], pages: Int[Array, "S span"]
-) -> Float[Array, "S KV T hd"]:
+def _gather(pool: Num[Array, "P KV ps hd"], pages: Int[Array, "S span"]) -> Num[Array, "S KV T hd"]:
     """Pages side by side. Gathering flat (page, head) rows keeps the copies long and contiguous."""
     num_pages, kv_heads, page_size, head_dim = pool.shape
     rows = lax.gather(
@@ -228,32 +243,39 @@ def _start(shape: tuple[int, ...], seen: Seen, heads_first: bool = False) -> tup
 def _accumulate(
     state: tuple,
     q: Float[Array, "S KV M hd"],
-    k: Float[Array, "S KV T hd"],
-    v: Float[Array, "S KV T vd"],
+    block: Block,
     valid: Bool[Array, "#S 1 #M T"] | None,
     seen: Seen,
 ) -> tuple:
     """One block of the online softmax. `valid` None: every row sees every key.
 
+    Scales multiply scores and weights, not keys and values: 8-bit numbers are exact in any dtype.
     A row that sees no key of its first block gathers junk until it sees one, or a sink.
     """
     top, total, values = state
+    dtype = q.dtype if block.k_scale is not None else block.k.dtype
+    k, v = block.k.astype(dtype), block.v.astype(dtype)
     scores = lax.dot_general(
         q, k, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
     )
+    if block.k_scale is not None:
+        scores = scores * block.k_scale
     scores = seen.capped(scores)
     if valid is not None:
         scores = lax.optimization_barrier(jnp.where(valid, scores, MASKED))
     new_top = jnp.maximum(top, scores.max(-1))
     decay = jnp.exp(top - new_top)
     weights = jnp.exp(scores - new_top[..., None])
+    total = total * decay + weights.sum(-1)
+    if block.v_scale is not None:
+        weights = weights * block.v_scale
     attended = lax.dot_general(
         weights.astype(v.dtype),
         v,
         (((3,), (2,)), ((0, 1), (0, 1))),
         preferred_element_type=jnp.float32,
     )
-    return new_top, total * decay + weights.sum(-1), values * decay[..., None] + attended
+    return new_top, total, values * decay[..., None] + attended
 
 
 def _finish(state: tuple, dtype: jnp.dtype) -> Float[Array, "S KV M vd"]:

@@ -1,13 +1,11 @@
-"""What comes between the projection of queries, keys and values and attention, in one kernel by
-Triton: heads are normed and rotated, keys and values go into their pages.
-
-XLA makes three operations of it, and five where heads are normed.
+"""Norm and rotation of new queries and keys and the write of keys and values, for GPUs by Triton: a
+program takes one token's heads that share a key.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,112 +14,132 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.paged_attention import quantised
+from pallas_kernels.paged_attention.rotary import Pairs
 from pallas_kernels.paged_attention.triton_blocks import power_of_two
+
+Pools = tuple[Array, ...]  # pages of keys and values, then scales of both if they are quantised
+WARPS = 2
+
+
+class Heads(NamedTuple):
+    """What is done to heads: which values are pairs, and of a norm its epsilon and what its weights
+    are too small by."""
+
+    pairs: Pairs
+    eps: float = 0.0
+    norm_offset: float = 0.0
 
 
 def rotate_and_write(
     qkv: Float[Array, "T KV G2 hd"],
-    k_pool: Float[Array, "P KV ps hd"],
-    v_pool: Float[Array, "P KV ps hd"],
+    rotary: tuple[Float[Array, "T half"], Float[Array, "T half"]],
+    pools: Pools,
     pages: Int[Array, " T"],
     offsets: Int[Array, " T"],
-    rotary: tuple[Float[Array, "T half"], Float[Array, "T half"]],
-    norms: tuple[Float[Array, " hd"], Float[Array, " hd"]] | None,
+    norms: tuple[Float[Array, " hd"], Float[Array, " hd"]] | None = None,
     *,
-    eps: float,
-    norm_offset: float,
+    how: Heads,
     interpret: bool = False,
-) -> tuple[Float[Array, "T KV G hd"], Float[Array, "P KV ps hd"], Float[Array, "P KV ps hd"]]:
-    """Rotated queries, and the pages with the step's rotated keys and its values.
-
-    `norms` are weights, `norm_offset` too small, of root-mean-square norms of each query and key.
-    Of each key/value head, `qkv` holds the queries that share it, its key and its value. Values in
-    the pool stay finite, and a key says with NaN where its value was not: see `write_kv`. Numbers
-    are rounded to their dtype after the norm and after the rotation, as by separate operations.
-    """
-    tokens, kv_heads, fused, head_dim = qkv.shape
-    group = fused - 2
-    arrays = [qkv, pages, offsets, *rotary, *(norms or ())]
-    q_shape = jax.ShapeDtypeStruct((tokens, kv_heads, group, head_dim), qkv.dtype)
-    pool = jax.ShapeDtypeStruct(k_pool.shape, k_pool.dtype)
-    return pl.pallas_call(
-        functools.partial(_kernel, group, head_dim, eps, norm_offset),
+) -> tuple[Float[Array, "T KV G hd"], Pools]:
+    """See the package. The pools are updated in place where they are donated."""
+    tokens, kv_heads, members, head_dim = qkv.shape
+    arrays = [qkv, *rotary, pages, offsets, *(norms or ())]
+    first = len(arrays)  # of the pools among the arguments
+    out = jax.ShapeDtypeStruct((tokens, kv_heads, members - 2, head_dim), qkv.dtype)
+    shapes = [out, *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools)]
+    q, *stored = pl.pallas_call(
+        functools.partial(_kernel, rotary[0].shape[1], how, norms is not None, len(pools)),
         grid=(tokens, kv_heads),
-        out_shape=[q_shape, pool, pool],
-        input_output_aliases={len(arrays): 1, len(arrays) + 1: 2},
-        compiler_params=plgpu.CompilerParams(num_warps=2, num_stages=1),
+        out_shape=shapes,
+        input_output_aliases={first + i: 1 + i for i in range(len(pools))},
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="rotate_and_write",
-    )(*arrays, k_pool, v_pool)
+    )(*arrays, *pools)
+    return q, tuple(stored)
 
 
-def _kernel(
-    group: int,
-    head_dim: int,
-    eps: float,
-    norm_offset: float,
-    qkv: Any,
-    pages: Any,
-    offsets: Any,
-    cos_ref: Any,
-    sin_ref: Any,
-    *refs: Any,
-) -> None:
-    *weights, _, _, q_out, k_out, v_out = refs
+def _kernel(half: int, how: Heads, normed: bool, num_pools: int, *refs: Any) -> None:
+    qkv, cos_ref, sin_ref, pages, offsets = refs[:5]
+    weights = refs[5:7] if normed else (None, None)
+    q_out, *pools = refs[5 + 2 * normed + num_pools :]
     token, head = pl.program_id(0), pl.program_id(1)
-    half = head_dim // 2
-    dims = jnp.arange(power_of_two(half))
-    inside = dims < half
-    cos = plgpu.load(cos_ref.at[token, dims], mask=inside, other=0.0)[None, :]
-    sin = plgpu.load(sin_ref.at[token, dims], mask=inside, other=0.0)[None, :]
+    group, size = qkv.shape[2] - 2, qkv.shape[3]
+    dims = jnp.arange(power_of_two(size))
+    real, turns = dims < size, dims < 2 * half
+    if how.pairs == "halves":
+        second, pair = dims >= half, dims % half
+        partner = jnp.where(second, dims - half, dims + half)
+    else:
+        second, pair = dims % 2 == 1, dims // 2
+        partner = jnp.where(second, dims - 1, dims + 1)
+    cos = plgpu.load(cos_ref.at[token, pair], mask=turns, other=1.0)
+    sin = plgpu.load(sin_ref.at[token, pair], mask=turns, other=0.0)
+    sin = jnp.where(second, sin, -sin)
 
-    def halves(member: Any, count: int) -> tuple[Any, Any, Any]:
-        """Both halves of some members of the head, and which values there are."""
-        there = (member < count)[:, None] & inside[None, :]
-        low, high = (
-            plgpu.load(qkv.at[token, head, member[:, None], at[None, :]], mask=there, other=0.0)
-            for at in (dims, dims + half)
-        )
-        return low, high, there
+    def load(member: Any, at: Any, mask: Any) -> Any:
+        return plgpu.load(qkv.at[token, head, member, at], mask=mask, other=0).astype(jnp.float32)
 
-    def rotated(low: Any, high: Any, weight: Any) -> tuple[Any, Any]:
-        dtype = low.dtype
-        low, high = low.astype(jnp.float32), high.astype(jnp.float32)
+    def rotated(member: Any, weight: Any, *where: Any) -> Any:
+        cos, sin, dims, partner, mask = where
+        both = mask & (partner < size)
+        own, other = load(member, dims, mask), load(member, partner, both)
         if weight is not None:
-            squares = jnp.sum(low * low, axis=1) + jnp.sum(high * high, axis=1)
-            scale = lax.rsqrt(squares / head_dim + eps)[:, None]
-            factors = (
-                plgpu.load(weight.at[at], mask=inside, other=0.0).astype(jnp.float32)[None, :]
-                for at in (dims, dims + half)
-            )
-            low, high = (
-                (part * scale * (factor + norm_offset)).astype(dtype).astype(jnp.float32)
-                for part, factor in zip((low, high), factors)
-            )
-        return (low * cos - high * sin).astype(dtype), (high * cos + low * sin).astype(dtype)
+            squares = jnp.sum(own * own, axis=-1, keepdims=True)
+            scale = lax.rsqrt(squares / size + how.eps)
+            own = times(own * scale, weight, dims, dims < size)
+            other = times(other * scale, weight, partner, partner < size)
+        return own * cos + other * sin
 
-    members = jnp.arange(power_of_two(group))
-    low, high, there = halves(members, group)
-    low, high = rotated(low, high, weights[0] if weights else None)
-    for at, part in ((dims, low), (dims + half, high)):
-        where = q_out.at[token, head, members[:, None], at[None, :]]
-        plgpu.store(where, part, mask=there)
-    one = jnp.arange(1)
-    page, place = plgpu.load(pages.at[token]), plgpu.load(offsets.at[token])
-    low, high, there = halves(group + one, group + 1)
-    keys = rotated(low, high, weights[1] if weights else None)
-    values = halves(group + 1 + one, group + 2)
-    for at, key, value in zip((dims, dims + half), keys, values):
-        key, value = key.astype(k_out.dtype), value.astype(v_out.dtype)
-        finite = jnp.abs(value.astype(jnp.float32)) < jnp.inf
-        where = (page, head, place + one[:, None], at[None, :])
-        plgpu.store(k_out.at[where], jnp.where(finite, key, jnp.nan), mask=there)
-        plgpu.store(v_out.at[where], jnp.where(finite, value, 0), mask=there)
+    def times(x: Any, weight: Any, at: Any, mask: Any) -> Any:
+        factor = plgpu.load(weight.at[at], mask=mask, other=0).astype(jnp.float32)
+        return (x * (factor + how.norm_offset)).astype(q_out.dtype).astype(jnp.float32)
+
+    members = jnp.arange(power_of_two(group))[:, None]
+    there = (members < group) & real[None, :]
+    wide = [x[None, :] for x in (cos, sin, dims, partner)]
+    q = rotated(members, weights[0], *wide, there).astype(q_out.dtype)
+    plgpu.store(q_out.at[token, head, members, dims[None, :]], q, mask=there)
+    # Rounded to the dtype of activations as it would be outside.
+    k = rotated(group, weights[1], cos, sin, dims, partner, real)
+    k = k.astype(q_out.dtype).astype(jnp.float32)
+    v = load(group + 1, dims, real)
+    page, offset = plgpu.load(pages.at[token]), plgpu.load(offsets.at[token])
+    if num_pools == 2:
+        k, v = _finite(k.astype(pools[0].dtype), v.astype(pools[1].dtype))
+        stored = [k, v]
+    else:
+        stored = _quantised(k, v, pools)
+    for pool, value in zip(pools[:2], stored):
+        plgpu.store(pool.at[page, head, offset, dims], value, mask=real)
+    for pool, scale in zip(pools[2:], stored[2:]):
+        plgpu.store(pool.at[page, head, offset], scale)
+
+
+def _is_finite(x: Any) -> Any:
+    return jnp.abs(x.astype(jnp.float32)) < jnp.inf
+
+
+def _finite(k: Any, v: Any) -> tuple[Any, Any]:
+    """Values that are finite; where one was not, its key is NaN."""
+    finite = _is_finite(v)
+    return jnp.where(finite, k, jnp.array(jnp.nan, k.dtype)), jnp.where(finite, v, 0)
+
+
+def _quantised(k: Any, v: Any, pools: Any) -> list[Any]:
+    """Numbers of keys and values, and their scales; the key's is NaN if any was not finite."""
+    failed = jnp.max(jnp.where(_is_finite(k) & _is_finite(v), 0.0, 1.0)) > 0
+    stored, scales = [], []
+    for x, pool in zip((k, v), pools):
+        x = jnp.where(_is_finite(x), x, 0.0)
+        scale = quantised.scale_of(jnp.max(jnp.abs(x)), pool.dtype)
+        stored.append(quantised.to_numbers(x, scale, pool.dtype))
+        scales.append(scale)
+    return [*stored, jnp.where(failed, jnp.nan, scales[0]), scales[1]]
 
 
 # By itself, to be compiled and timed; in a step it is part of that program.
 program = jax.jit(
-    rotate_and_write,
-    static_argnames=("eps", "norm_offset", "interpret"),
-    donate_argnames=("k_pool", "v_pool"),
+    rotate_and_write, static_argnames=("how", "interpret"), donate_argnames=("pools",)
 )

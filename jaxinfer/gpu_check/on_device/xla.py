@@ -171,9 +171,9 @@ def _make_write(sizes: Sizes, key: Array) -> Inputs:
     }
 
 
-def _run_write(inputs: Inputs, interpret: bool, tiling: Tiling | None) -> tuple[Array, Array]:
-    places = ("k_pool", "v_pool", "pages", "offsets", "k", "v")
-    return write_kv(*(inputs[name] for name in places))
+def _run_write(inputs: Inputs, interpret: bool, tiling: Tiling | None) -> tuple[Array, ...]:
+    new = (inputs[name] for name in ("pages", "offsets", "k", "v"))
+    return write_kv((inputs["k_pool"], inputs["v_pool"]), *new)
 
 
 def _write_one_by_one(inputs: Inputs) -> tuple[Array, ...]:
