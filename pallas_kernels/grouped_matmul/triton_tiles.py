@@ -30,7 +30,7 @@ def tile_table(
         out_shape=jax.ShapeDtypeStruct((most, 3), jnp.int32),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
-        name="grouped_matmul_tiles",
+        name="tiles_of_experts",
     )(group_sizes)
 
 

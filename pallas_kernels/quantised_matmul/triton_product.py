@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels.quantised_matmul.weight import ZERO_OF_INT4
 
-MOST_COLUMNS = 128  # of x in one turn of the loop
+MOST_COLUMNS = 128  # of x in one turn of the loop; half of it for weights of 16 bits
 FEWEST_COLUMNS = 32  # in two products of 16, if packed, or in one of 8 bits: a tensor core's own
 
 
@@ -63,6 +63,8 @@ def options(bits: int, columns: int, block: tuple[int, int], rows: int, outputs:
     step = step_columns(columns, group)
     if not step:
         raise ValueError(f"weight: kernels take no {columns} columns in groups of {group}")
+    if bits == 16:  # or two turns of large blocks exceed the shared memory of smaller GPUs
+        step = min(step, MOST_COLUMNS // 2)
     return Options(bits, step, group if group < columns else 0, scale_rows, rows, outputs)
 
 
