@@ -127,7 +127,7 @@ def _call(
 def _on_each_device(
     model: StepModel, body: Callable[..., Array], q: Array, pages: Pages, sinks: Any, *where: Any
 ) -> Array:
-    if model.mesh is None or not model.attention.startswith("triton"):
+    if model.mesh is None or model.attention.startswith("reference"):
         return body(q, pages, sinks, *where)
     latent = model.config.value_dim is not None  # of all heads: those of queries are divided
     heads = partition_spec((None, None, "heads") if latent else (None, "kv_heads"))

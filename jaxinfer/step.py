@@ -109,7 +109,7 @@ def _layer(
     An inner jit, so that it is traced once a kind of layer and not once a layer.
     """
     config, experts = model.config, None
-    kernels = model.attention.startswith("triton")
+    kernels = not model.attention.startswith("reference")
     attend = (FusedLayerAttention if kernels else LayerAttention)(model, kind, place, pool)
 
     def on_routed(chosen: Int[Array, "T k"]) -> None:

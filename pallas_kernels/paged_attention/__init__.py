@@ -16,13 +16,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention import (
+    mosaic_decode,
+    mosaic_prefill,
     reference,
     triton_blocks,
     triton_decode,
     triton_prefill,
     triton_write,
 )
-from pallas_kernels.paged_attention.dispatch import Body, Implementation, choose_body
+from pallas_kernels.paged_attention.dispatch import (
+    Body,
+    Implementation,
+    choose_body,
+    hopper_takes,
+)
 
 
 def paged_attention(
@@ -49,8 +56,13 @@ def paged_attention(
     None: what is fastest for as many rows.
     """
     pool = _pool(k_pool, v_pool, value_dim)
-    if implementation.startswith("triton"):
-        pages, how = _for_triton(pool, implementation, scale, window, soft_cap)
+    if not implementation.startswith("reference"):
+        how = _options(implementation, scale, window, soft_cap)
+        if pool.v is not None and _for_hopper(pool, implementation):
+            return mosaic_decode.paged_attention(
+                q, pool.k, pool.v, page_table, kv_lens, sinks, **how
+            )
+        pages, how = triton_blocks.Pool(pool.k, pool.v), how | {"value_dim": pool.value_dim}
         return triton_decode.paged_attention(q, pages, page_table, kv_lens, sinks, **how)
     dynamic, seen = implementation == "reference", reference.Seen(window, soft_cap, sinks)
     return reference.paged_attention(q, pool, page_table, kv_lens, scale, seen, dynamic, block)
@@ -79,8 +91,11 @@ def paged_prefill(
     `window`, `soft_cap`, `sinks` and `block` as for `paged_attention`.
     """
     pool = _pool(k_pool, v_pool, value_dim)
-    if implementation.startswith("triton"):
-        pages, how = _for_triton(pool, implementation, scale, window, soft_cap)
+    if not implementation.startswith("reference"):
+        how = _options(implementation, scale, window, soft_cap)
+        if pool.v is not None and _for_hopper(pool, implementation):
+            return mosaic_prefill.paged_prefill(q, pool.k, pool.v, page_table, tiles, sinks, **how)
+        pages, how = triton_blocks.Pool(pool.k, pool.v), how | {"value_dim": pool.value_dim}
         return triton_prefill.paged_prefill(q, pages, page_table, tiles, sinks, **how)
     dynamic, seen = implementation == "reference", reference.Seen(window, soft_cap, sinks)
     return reference.paged_prefill(q, pool, page_table, tiles, scale, seen, dynamic, block)
@@ -129,7 +144,7 @@ def rotate_and_write(
     `norm_offset` too small; then their halves are rotated. Kernels only: with operations of XLA's
     it is a norm, a rotation and `write_kv`.
     """
-    interpret = implementation == "triton_interpreted"
+    interpret = implementation.endswith("_interpreted")
     where = (qkv, k_pool, v_pool, pages, offsets, rotary, norms)
     return triton_write.rotate_and_write(
         *where, eps=eps, norm_offset=norm_offset, interpret=interpret
@@ -161,22 +176,18 @@ def _pool(k_pool: Array, v_pool: Array | None, value_dim: int | None) -> referen
     raise ValueError("attention takes either v_pool or the value_dim of keys that begin with it")
 
 
-def _for_triton(
-    pool: reference.Pool,
-    implementation: Implementation,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-) -> tuple[triton_blocks.Pool, dict[str, Any]]:
-    """The pages and the options of a kernel's call. Its blocks follow from shapes alone."""
-    how = {
-        "scale": scale,
-        "value_dim": pool.value_dim,
-        "window": window,
-        "soft_cap": soft_cap,
-        "interpret": implementation == "triton_interpreted",
-    }
-    return triton_blocks.Pool(pool.k, pool.v), how
+def _for_hopper(pool: reference.Pool, implementation: Implementation) -> bool:
+    dims = pool.k.shape[3], pool.value_dim
+    known = hopper_takes(*dims, pool.page_size, pool.k.dtype.name)
+    return implementation.startswith("mosaic") and known
+
+
+def _options(
+    implementation: Implementation, scale: float, window: int | None, soft_cap: float | None
+) -> dict[str, Any]:
+    """Options of a kernel's call. Its blocks follow from shapes alone."""
+    interpret = implementation.endswith("_interpreted")
+    return {"scale": scale, "window": window, "soft_cap": soft_cap, "interpret": interpret}
 
 
 TILE_ROWS = reference.TILE_ROWS
