@@ -45,7 +45,7 @@ def write(
     it, then rotated if there are angles. Without `v`, keys begin with values.
     """
     config, where = model.config, (place.pages, place.offsets)
-    kernels = model.attention.startswith("triton")
+    kernels = not model.attention.startswith("reference")
     if v is None:
         assert config.value_dim is not None and rotary is None and norms is None
         return q, (write_latent(pages[0], *where, k, config.value_dim),)
@@ -117,7 +117,7 @@ def _call(
 def _on_each_device(
     model: StepModel, body: Callable[..., Array], q: Array, pages: Pages, sinks: Any, *where: Any
 ) -> Array:
-    if model.mesh is None or not model.attention.startswith("triton"):
+    if model.mesh is None or model.attention.startswith("reference"):
         return body(q, pages, sinks, *where)
     latent = model.config.value_dim is not None  # of all heads: those of queries are divided
     heads = partition_spec((None, None, "heads") if latent else (None, "kv_heads"))

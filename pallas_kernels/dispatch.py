@@ -9,8 +9,16 @@ from jax.experimental.pallas import triton
 
 # "reference" may loop as long as the data says, which the host need not know: right for CPUs.
 # "reference_static" always does the most there can be: no condition is computed on the device.
-# "triton" are kernels for NVIDIA GPUs; "triton_interpreted" runs them anywhere, for tests.
-Implementation = Literal["reference", "reference_static", "triton", "triton_interpreted"]
+# "triton" are kernels for NVIDIA GPUs, "mosaic" those for compute capability 9.0 alone, with "triton"
+# for what they do not take; "…_interpreted" runs them anywhere, for tests.
+Implementation = Literal[
+    "reference",
+    "reference_static",
+    "triton",
+    "triton_interpreted",
+    "mosaic",
+    "mosaic_interpreted",
+]
 
 Capability = tuple[int, int]  # CUDA's compute capability
 TENSOR_CORES: Capability = (8, 0)

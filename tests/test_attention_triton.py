@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import triton_blocks, triton_decode, triton_prefill
+from pallas_kernels.paged_attention import splits, triton_blocks, triton_decode, triton_prefill
 from pallas_kernels.paged_attention.triton_blocks import Pool
 
 SCALE, KV_HEADS, PAGES = 0.3, 2, 24
@@ -143,10 +143,10 @@ def test_prefill_equals_dense_attention(case):
 
 
 def test_splits_follow_from_shapes_and_fill_a_device():
-    assert triton_decode.num_splits(1, 100_000) == triton_decode.MOST_SPLITS
-    assert triton_decode.num_splits(64 * 8, 100_000) == 1
-    assert triton_decode.num_splits(8, 300) == 2, "few keys are not worth more"
-    assert triton_decode.num_splits(8, 64) == 1
+    assert splits.num_splits(1, 100_000) == splits.MOST_SPLITS
+    assert splits.num_splits(64 * 8, 100_000) == 1
+    assert splits.num_splits(8, 300) == 2, "few keys are not worth more"
+    assert splits.num_splits(8, 64) == 1
 
 
 def test_a_row_does_not_depend_on_its_neighbours():

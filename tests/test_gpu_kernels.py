@@ -11,7 +11,7 @@ from jaxinfer.gpu_check import kernel_report
 from jaxinfer.gpu_check.cli import RECORDED
 from jaxinfer.gpu_check.kernels import Kernel, cases
 from jaxinfer.gpu_check.target import TARGETS
-from pallas_kernels.paged_attention import choose_body
+from pallas_kernels.paged_attention import choose_body, dispatch
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,7 @@ def test_what_is_worse_than_recorded_is_named(report):
     assert "4 bytes spilled" in wrong(spilled=4)[0]
     assert "0 products" in wrong(tensor_core_products=0)[0]
     assert "no such tile" in wrong(error="no such tile")[0]
+    assert "no cp.async.bulk" in wrong(missing="cp.async.bulk")[0]
 
 
 def test_the_recorded_table_has_every_kernel():
@@ -72,3 +73,15 @@ def test_the_recorded_table_has_every_kernel():
 def test_the_body_follows_from_device_and_features(asked, body, why):
     chosen = choose_body(*asked)
     assert chosen.implementation == body and why in chosen.why and bool(chosen.why) == bool(why)
+
+
+def test_hopper_has_kernels_of_its_own_for_what_they_take(monkeypatch):
+    monkeypatch.setattr(dispatch, "ON_HOPPER", "mosaic")
+    wanted = {(9, 0): "mosaic", (8, 9): "triton", (10, 0): "triton"}
+    for capability, body in wanted.items():
+        asked = ("gpu", "NVIDIA H200", capability, 128, 128, "bfloat16")
+        assert choose_body(*asked).implementation == body
+    assert dispatch.hopper_takes(80, 80, 16, "float16")
+    for other in ((576, 512, 64, "bfloat16"), (128, 128, 64, "int8"), (72, 72, 64, "bfloat16")):
+        assert not dispatch.hopper_takes(*other)
+    assert not dispatch.hopper_takes(128, 128, 48, "bfloat16")

@@ -11,8 +11,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxinfer.gpu_check.kernel_case import KernelCase, abstract
-from pallas_kernels.paged_attention import triton_decode, triton_prefill
-from pallas_kernels.paged_attention.dispatch import PAGES
+from pallas_kernels.paged_attention import (
+    mosaic_decode,
+    mosaic_prefill,
+    triton_decode,
+    triton_prefill,
+)
+from pallas_kernels.paged_attention.dispatch import HOPPER, PAGES, hopper_takes
 from pallas_kernels.paged_attention.triton_blocks import Pool
 
 SLOTS, CHUNK, TILES, TABLE_WIDTH, NUM_PAGES = 64, 512, 16, 128, 512
@@ -52,7 +57,8 @@ ATTENTION = (
 
 
 def attention_cases() -> Iterator[KernelCase]:
-    """Decode and prefill for each of `ATTENTION`, and what comes before them for some."""
+    """Decode and prefill for each of `ATTENTION`, by Hopper's own kernels too where they take it,
+    and what comes before them for some."""
     for case in ATTENTION:
         heads = f"{case.kv_heads} × {case.group} of {case.head_dim}"
         shape = f"{heads}, pages of {case.page_size}, {case.pages}"
@@ -65,25 +71,63 @@ def attention_cases() -> Iterator[KernelCase]:
                 entry="paged_",
                 oldest=PAGES[case.pages],
             )
+        value_dim = case.value_dim or case.head_dim
+        if not hopper_takes(case.head_dim, value_dim, case.page_size, case.pages):
+            continue
+        for kernel, lower in (("decode", _hopper_decode), ("prefill", _hopper_prefill)):
+            yield KernelCase(
+                f"attention, {kernel}, Mosaic",
+                case.models,
+                shape,
+                functools.partial(lower, case),
+                entry="paged_",
+                oldest=HOPPER,
+                newest=HOPPER,  # compiling it for another architecture aborts the process
+                instructions=("wgmma.mma_async", "cp.async.bulk.tensor"),
+            )
 
 
 def _decode(case: Attention, mesh: Mesh) -> Any:
     pool, how = _pool(case, mesh)
+    q, where = _decode_arrays(case, mesh)
+    return triton_decode.program.lower(q, pool, *where, _sinks(case, mesh), **how)
+
+
+def _hopper_decode(case: Attention, mesh: Mesh) -> Any:
+    pool, how = _pool(case, mesh)
+    del how["value_dim"]
+    q, where = _decode_arrays(case, mesh)
+    return mosaic_decode.program.lower(q, pool.k, pool.v, *where, _sinks(case, mesh), **how)
+
+
+def _decode_arrays(case: Attention, mesh: Mesh) -> tuple[Any, tuple[Any, Any]]:
+    """Queries, and the page table and lengths."""
     shape = (SLOTS, case.kv_heads, case.group, case.head_dim)
     table, lens = abstract(mesh, jnp.int32, SLOTS, TABLE_WIDTH), abstract(mesh, jnp.int32, SLOTS)
-    arrays = (abstract(mesh, jnp.bfloat16, *shape), pool, table, lens, _sinks(case, mesh))
-    return triton_decode.program.lower(*arrays, **how)
+    return abstract(mesh, jnp.bfloat16, *shape), (table, lens)
 
 
 def _prefill(case: Attention, mesh: Mesh) -> Any:
     pool, how = _pool(case, mesh)
+    q, where = _prefill_arrays(case, mesh)
+    return triton_prefill.program.lower(q, pool, *where, _sinks(case, mesh), **how)
+
+
+def _hopper_prefill(case: Attention, mesh: Mesh) -> Any:
+    pool, how = _pool(case, mesh)
+    del how["value_dim"]
+    q, where = _prefill_arrays(case, mesh)
+    return mosaic_prefill.program.lower(q, pool.k, pool.v, *where, _sinks(case, mesh), **how)
+
+
+def _prefill_arrays(case: Attention, mesh: Mesh) -> tuple[Any, tuple[Any, Any]]:
+    """Queries, and the page table and tiles."""
     shape = (CHUNK, case.kv_heads, case.group, case.head_dim)
     table, tiles = (
         abstract(mesh, jnp.int32, SLOTS, TABLE_WIDTH),
         abstract(mesh, jnp.int32, TILES, 4),
     )
-    arrays = (abstract(mesh, jnp.bfloat16, *shape), pool, table, tiles, _sinks(case, mesh))
-    return triton_prefill.program.lower(*arrays, **how)
+    return abstract(mesh, jnp.bfloat16, *shape), (table, tiles)
 
 
 def _pool(case: Attention, mesh: Mesh) -> tuple[Pool, dict[str, Any]]:

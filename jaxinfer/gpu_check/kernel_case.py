@@ -27,6 +27,7 @@ class KernelCase:
         oldest: the compute capability it needs.
         newest: the last compute capability that it is for, if any.
         tensor_cores: whether its products must be on tensor cores.
+        instructions: how instructions begin that must be in its code besides.
     """
 
     kernel: str
@@ -37,6 +38,7 @@ class KernelCase:
     oldest: Capability = (8, 0)
     newest: Capability | None = None
     tensor_cores: bool = True
+    instructions: tuple[str, ...] = ()
 
     def runs_on(self, capability: Capability) -> bool:
         """Whether GPUs of this compute capability have the kernel."""

@@ -47,7 +47,7 @@ def problems(report: Report, recorded: str = "") -> list[str]:
 
 def _complaint(kernel: Kernel) -> str:
     done = f"{kernel.spilled} bytes spilled, {kernel.tensor_core_products} products"
-    return kernel.error or done
+    return kernel.error or (f"no {kernel.missing}" if kernel.missing else done)
 
 
 def versions() -> str:

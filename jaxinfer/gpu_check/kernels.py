@@ -44,12 +44,13 @@ class Kernel:
     tensor_core_products: int = 0
     seconds: float = 0.0
     tensor_cores: bool = True  # whether it must have such products
+    missing: str = ""  # an instruction that it must have and has not
     error: str = ""
 
     @property
     def passed(self) -> bool:
         idle = self.tensor_cores and not self.tensor_core_products
-        return not (self.error or self.spilled or idle)
+        return not (self.error or self.spilled or self.missing or idle)
 
 
 def compile_all(target: str, timeout: float = 900) -> list[Kernel]:
@@ -72,7 +73,9 @@ def compile_all(target: str, timeout: float = 900) -> list[Kernel]:
 
 
 def _dumping(folder: str) -> dict[str, str]:
-    return environment() | {"XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_emitter_re=.*"}
+    """Triton's kernels are XLA's to write down, Mosaic's write themselves."""
+    flags = f"--xla_dump_to={folder} --xla_dump_emitter_re=.*"
+    return environment() | {"XLA_FLAGS": flags, "MOSAIC_GPU_DUMP_TO": folder}
 
 
 def cases() -> list[KernelCase]:
@@ -95,7 +98,7 @@ def _compile(case: KernelCase, mesh: Mesh, folder: Path) -> Kernel:
     try:
         with jax.set_mesh(mesh):  # kernels are compiled for the device they find there
             case.lower(mesh).compile()
-        registers, spilled, products = _read(folder, case.entry)
+        registers, spilled, text = _read(folder, case.entry)
     except Exception as error:
         return replace(found, error=f"{type(error).__name__}: {error}"[:300])
     seconds = time.process_time() - started
@@ -103,13 +106,14 @@ def _compile(case: KernelCase, mesh: Mesh, folder: Path) -> Kernel:
         found,
         registers=registers,
         spilled=spilled,
-        tensor_core_products=products,
+        tensor_core_products=len(_TENSOR_CORES.findall(text)),
+        missing=next((wanted for wanted in case.instructions if wanted not in text), ""),
         seconds=seconds,
     )
 
 
-def _read(folder: Path, entry: str) -> tuple[int, int, int]:
-    """Registers, spilled bytes and tensor core products of the kernel of that name in a dump."""
+def _read(folder: Path, entry: str) -> tuple[int, int, str]:
+    """Registers, spilled bytes and the PTX of the kernel of that name in a dump."""
     for file in folder.glob("*.ptx"):
         text = file.read_text()
         if f".entry {entry}" not in text:
@@ -120,7 +124,7 @@ def _read(folder: Path, entry: str) -> tuple[int, int, int]:
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         figures = [re.search(p, said) for p in (r"Used (\d+) reg", r"(\d+) bytes spill stores")]
         registers, spilled = (int(found[1]) if found else 0 for found in figures)
-        return registers, spilled, len(_TENSOR_CORES.findall(text))
+        return registers, spilled, text
     raise RuntimeError("the compiler wrote no kernel")
 
 

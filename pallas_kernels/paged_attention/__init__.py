@@ -20,13 +20,15 @@ from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.dispatch import Body, Implementation
 from pallas_kernels.paged_attention import (
+    mosaic_decode,
+    mosaic_prefill,
     reference,
     triton_blocks,
     triton_decode,
     triton_prefill,
     triton_write,
 )
-from pallas_kernels.paged_attention.dispatch import choose_body
+from pallas_kernels.paged_attention.dispatch import choose_body, hopper_takes
 from pallas_kernels.paged_attention.rotary import Pairs, apply_rope
 from pallas_kernels.paged_attention.write import write_kv, write_latent
 
@@ -57,8 +59,14 @@ def paged_attention(
     None: what is fastest for as many rows.
     """
     pool = _pool(k_pool, v_pool, value_dim, k_scale, v_scale)
-    if implementation.startswith("triton"):
-        pages, how = _for_triton(pool, implementation, scale, window, soft_cap)
+    if not implementation.startswith("reference"):
+        how = _options(implementation, scale, window, soft_cap)
+        if pool.v is not None and _for_hopper(pool, implementation):
+            return mosaic_decode.paged_attention(
+                q, pool.k, pool.v, page_table, kv_lens, sinks, **how
+            )
+        pages = triton_blocks.Pool(pool.k, pool.v, pool.k_scale, pool.v_scale)
+        how |= {"value_dim": pool.value_dim}
         return triton_decode.paged_attention(q, pages, page_table, kv_lens, sinks, **how)
     dynamic, seen = implementation == "reference", reference.Seen(window, soft_cap, sinks)
     return reference.paged_attention(q, pool, page_table, kv_lens, scale, seen, dynamic, block)
@@ -89,8 +97,12 @@ def paged_prefill(
     `window`, `soft_cap`, `sinks` and `block` as for `paged_attention`.
     """
     pool = _pool(k_pool, v_pool, value_dim, k_scale, v_scale)
-    if implementation.startswith("triton"):
-        pages, how = _for_triton(pool, implementation, scale, window, soft_cap)
+    if not implementation.startswith("reference"):
+        how = _options(implementation, scale, window, soft_cap)
+        if pool.v is not None and _for_hopper(pool, implementation):
+            return mosaic_prefill.paged_prefill(q, pool.k, pool.v, page_table, tiles, sinks, **how)
+        pages = triton_blocks.Pool(pool.k, pool.v, pool.k_scale, pool.v_scale)
+        how |= {"value_dim": pool.value_dim}
         return triton_prefill.paged_prefill(q, pages, page_table, tiles, sinks, **how)
     dynamic, seen = implementation == "reference", reference.Seen(window, soft_cap, sinks)
     return reference.paged_prefill(q, pool, page_table, tiles, scale, seen, dynamic, block)
@@ -118,10 +130,10 @@ def rotate_and_write(
     take, are weights, `norm_offset` too small, of root-mean-square norms of queries and of keys,
     before they are rotated; numbers are rounded to their dtype after the norm too.
     """
-    if implementation.startswith("triton"):
+    if not implementation.startswith("reference"):
         # One array again: the compiler finds that these are parts of one, and moves nothing.
         qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
-        where, interpret = (pages, offsets), implementation == "triton_interpreted"
+        where, interpret = (pages, offsets), implementation.endswith("_interpreted")
         how = triton_write.Heads(pairs, eps, norm_offset)
         return triton_write.rotate_and_write(
             qkv, rotary, pools, *where, norms, how=how, interpret=interpret
@@ -144,7 +156,9 @@ def _pool(
 ) -> reference.Pool:
     """Raises ValueError for arrays that do not go together."""
     if (v_pool is None) == (value_dim is None):
-        raise ValueError("attention takes either v_pool or the value_dim of keys that begin with it")
+        raise ValueError(
+            "attention takes either v_pool or the value_dim of keys"
+        )
     if (k_scale is None) != (v_scale is None) or (v_pool is None and k_scale is not None):
         raise ValueError("attention takes both k_scale and v_scale of pools apart, or neither")
     if k_scale is None and jnp.issubdtype(k_pool.dtype, jnp.integer):
@@ -154,22 +168,18 @@ def _pool(
     return reference.Pool(k_pool, v_pool, width, k_scale, v_scale)
 
 
-def _for_triton(
-    pool: reference.Pool,
-    implementation: Implementation,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-) -> tuple[triton_blocks.Pool, dict[str, Any]]:
-    """The pages and the options of a kernel's call. Its blocks follow from shapes alone."""
-    how = {
-        "scale": scale,
-        "value_dim": pool.value_dim,
-        "window": window,
-        "soft_cap": soft_cap,
-        "interpret": implementation == "triton_interpreted",
-    }
-    return triton_blocks.Pool(pool.k, pool.v, pool.k_scale, pool.v_scale), how
+def _for_hopper(pool: reference.Pool, implementation: Implementation) -> bool:
+    dims = pool.k.shape[3], pool.value_dim
+    known = hopper_takes(*dims, pool.page_size, pool.k.dtype.name)
+    return implementation.startswith("mosaic") and known
+
+
+def _options(
+    implementation: Implementation, scale: float, window: int | None, soft_cap: float | None
+) -> dict[str, Any]:
+    """Options of a kernel's call. Its blocks follow from shapes alone."""
+    interpret = implementation.endswith("_interpreted")
+    return {"scale": scale, "window": window, "soft_cap": soft_cap, "interpret": interpret}
 
 
 TILE_ROWS = reference.TILE_ROWS

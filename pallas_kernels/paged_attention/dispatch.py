@@ -12,6 +12,13 @@ PAGES: dict[str, Capability] = {
     "float8_e4m3fn": (8, 9),
     "float8_e5m2": (8, 9),
 }
+HOPPER: Capability = (9, 0)
+# The body for Hopper. Its own kernels have never run on a GPU; "mosaic" here would prefer them.
+ON_HOPPER: Implementation = "triton"
+# What Hopper's own kernels take: dimensions of keys and values apart, and element types of pages.
+HOPPER_HEADS = (64, 80, 96, 128, 192, 256)
+HOPPER_PAGES = ("bfloat16", "float16")
+HOPPER_PAGE_SIZES = (16, 32, 64, 128)
 DIMENSIONS = 16  # of keys and values: a tensor core takes so many at once
 WIDEST = 1024  # dimensions of a value
 
@@ -45,4 +52,16 @@ def choose_body(
         (value_dim > WIDEST, f"values of {value_dim} dimensions do not fit into registers"),
     )
     why = next((why for wrong, why in problems if wrong), "")
-    return Body("reference_static" if why else "triton", why)
+    if why:
+        return Body("reference_static", why)
+    return Body(ON_HOPPER if capability == HOPPER else "triton")
+
+
+def hopper_takes(head_dim: int, value_dim: int, page_size: int, page_dtype: str) -> bool:
+    """Whether Hopper's own kernels take pages of keys, and as wide values apart from them."""
+    return (
+        head_dim == value_dim
+        and head_dim in HOPPER_HEADS
+        and page_size in HOPPER_PAGE_SIZES
+        and page_dtype in HOPPER_PAGES
+    )

@@ -16,14 +16,12 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tuning
 from pallas_kernels.paged_attention import triton_blocks as blocks
+from pallas_kernels.paged_attention.splits import combine, num_splits
 from pallas_kernels.paged_attention.triton_blocks import Options, Pool
 from pallas_kernels.tuning import Tiling
 
 TUNED = "attention, decode, triton"  # its name in the table of measured sizes
 WIDE = 256  # dimensions of a value from which on blocks are smaller
-MOST_SPLITS = 16
-WANTED_PROGRAMS = 264  # two for each multiprocessor of a large GPU
-SPLIT_KEYS = 256  # keys that are worth a program of their own
 
 
 def paged_attention(
@@ -69,7 +67,7 @@ def paged_attention(
     if alone:
         return found[0]
     top, total, values = found
-    return _combine(top, total, values, sinks, kv_lens, q.dtype)
+    return combine(top, total, values, sinks, kv_lens, q.dtype)
 
 
 def rule(group: int, value_dim: int) -> Tiling:
@@ -83,12 +81,6 @@ def choose_tiling(pool: Pool, group: int, value_dim: int, window: int | None) ->
     """The measured sizes for these shapes on the device at hand, else the rule's."""
     shape = blocks.shape_name(pool, group, value_dim, window)
     return tuning.choose(TUNED, shape, rule(group, value_dim))
-
-
-def num_splits(programs: int, longest: int) -> int:
-    """Programs that share a row's keys: enough to fill a device, none for a few keys."""
-    wanted = pl.cdiv(WANTED_PROGRAMS, programs)
-    return max(1, min(wanted, MOST_SPLITS, pl.cdiv(longest, SPLIT_KEYS)))
 
 
 def _kernel(
@@ -149,27 +141,6 @@ def _finished(top: Any, total: Any, values: Any, sink: Any) -> list[Any]:
         total = total * decay + jnp.exp(sink - raised)
     factor = (decay / jnp.where(total == 0, 1.0, total))[:, None]
     return [value * factor for value in values]  # NaN stays: the row failed
-
-
-def _combine(
-    top: Float[Array, "S KV G N"],
-    total: Float[Array, "S KV G N"],
-    values: Float[Array, "S KV G N vd"],
-    sinks: Float[Array, "KV G"] | None,
-    kv_lens: Int[Array, " S"],
-    dtype: jnp.dtype,
-) -> Float[Array, "S KV G vd"]:
-    """The parts of a row weighted by what each found; XLA fuses it."""
-    highest = jnp.max(top, axis=-1)
-    if sinks is not None:
-        highest = jnp.maximum(highest, sinks.astype(jnp.float32)[None])
-    weights = jnp.exp(top - highest[..., None])
-    whole = jnp.sum(weights * total, axis=-1)
-    if sinks is not None:
-        whole += jnp.exp(sinks.astype(jnp.float32)[None] - highest)
-    out = jnp.sum(weights[..., None] * values, axis=-2)
-    out = out / jnp.where(whole == 0, 1.0, whole)[..., None]  # NaN stays: the row failed
-    return jnp.where((kv_lens > 0)[:, None, None, None], out, 0).astype(dtype)
 
 
 # By itself, to be compiled and timed; in a step it is part of that program.
