@@ -9,7 +9,7 @@ from jax.experimental.pallas import triton
 
 # "reference" may loop as long as the data says, which the host need not know: right for CPUs.
 # "reference_static" always does the most there can be: no condition is computed on the device.
-# "triton" are kernels for NVIDIA GPUs, "mosaic" those for compute capability 9.0 alone, with "triton"
+# "triton" are kernels for NVIDIA GPUs, "mosaic" those for compute capability 9.0 alone, with Triton
 # for what they do not take; "…_interpreted" runs them anywhere, for tests.
 Implementation = Literal[
     "reference",
