@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -54,6 +55,20 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
+
+
+# Modules whose tests watch clocks, memory or processes, or use all cores themselves: `scripts/test`
+# runs them one after the other, and all others two at a time.
+ALONE = re.compile(
+    "test_(access|bench|checkpoints_shards|cli|client|control|convert|determinism|device_fit|engine"
+    "|expert_load|frontend|gpu|http|interruption|loading|metrics|scripts|service|template_text)"
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if ALONE.match(item.path.stem):
+            item.add_marker("alone")
 
 
 MOST_MAPPINGS = 20_000  # of memory; Linux gives a process 65,530, and a compiler dies without
