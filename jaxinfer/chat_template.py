@@ -95,11 +95,18 @@ def read_chat_template(path: str | Path) -> str:
 
 
 def _compiled(source: str) -> tuple[jinja2.Template, frozenset[str]]:
-    """A template, and all strings that it names."""
+    """A template, and all strings that it names. Raises jinja2.TemplateError."""
     environment = TemplateEnvironment()
-    parsed = environment.parse(source)
-    words = (node.value for node in parsed.find_all(nodes.Const))
-    return environment.from_string(parsed), frozenset(w for w in words if isinstance(w, str))
+    try:
+        parsed = environment.parse(source)
+        words = frozenset(node.value for node in parsed.find_all(nodes.Const) if _is_text(node))
+        return environment.from_string(parsed), words
+    except (RecursionError, MemoryError, SyntaxError) as error:  # of the Python it is made into
+        raise jinja2.TemplateError("is nested too deeply, or too long") from error
+
+
+def _is_text(node: nodes.Const) -> bool:
+    return isinstance(node.value, str)
 
 
 def _said(error: jinja2.TemplateError) -> str:

@@ -29,10 +29,10 @@ from tokenizers import Tokenizer as RawTokenizer
 from jaxinfer.chat_template import ChatTemplate, ChatTemplateError
 from jaxinfer.literals import one_of
 from jaxinfer.sentencepiece_model import SentencePieceModel
+from jaxinfer.tokenizer_fields import NAMED_TOKENS
 from jaxinfer.tokenizer_files import (
     CONFIG_FILE,
     GENERATION_FILE,
-    NAMED_TOKENS,
     SENTENCEPIECE_FILE,
     TOKENIZER_FILE,
     TURN_MARKS,
@@ -268,7 +268,10 @@ class Tokenizer:
         """
         config = read_config(folder)
         generation = read_json(folder / GENERATION_FILE)
-        stated = eos_token_ids(generation)
+        try:
+            stated = eos_token_ids(generation)
+        except ValueError as error:
+            raise ValueError(f"{folder / GENERATION_FILE}: {error}") from error
         vocabulary = read_vocabulary(folder, config)
         name = TOKENIZER_FILE if isinstance(vocabulary, str) else SENTENCEPIECE_FILE
         try:

@@ -28,16 +28,15 @@ from tokenizers import (
 )
 from tokenizers import Tokenizer as RawTokenizer
 
+from jaxinfer.json_files import read_object
 from jaxinfer.sentencepiece_model import USER_DEFINED, Added, SentencePieceModel, parse_model
+from jaxinfer.tokenizer_fields import NAMED_TOKENS, check_ids, check_tokenizer_config
 
 TOKENIZER_FILE, SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
 VOCAB_FILE, MERGES_FILE = "vocab.json", "merges.txt"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE, TEMPLATES_FOLDER = "chat_template.jinja", "additional_chat_templates"
 GENERATION_FILE = "generation_config.json"
-NAMED_TOKENS = (
-    "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token",
-)  # fmt: skip
 # Pieces of vocabularies that mark turns and ends, whatever type a file gives them.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|return|>",
              "<|call|>", "<end_of_utterance>", "<EOT>", "[EOT]", "<turn|>")  # fmt: skip
@@ -67,10 +66,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises ValueError naming a broken file.
     """
-    config = read_json(folder / "special_tokens_map.json") | read_json(folder / CONFIG_FILE)
+    config: dict[str, Any] = {}
+    for file in (folder / "special_tokens_map.json", folder / CONFIG_FILE):
+        config |= _checked(file, check_tokenizer_config)
     decoder = dict(config.get("added_tokens_decoder") or {})
     known = {content(entry) for entry in decoder.values()}
-    for token, i in read_json(folder / "added_tokens.json").items():
+    for token, i in _checked(folder / "added_tokens.json", check_ids).items():
         if token not in known:
             decoder[str(i)] = {"content": token, "special": token in TURN_MARKS}
     if decoder:
@@ -90,9 +91,9 @@ def templates_entry(templates: dict[str, str]) -> str | list[dict[str, str]]:
 def _templates(folder: Path) -> Iterator[tuple[str, str]]:
     """(name, source) of the chat templates that lie in files of their own."""
     if (file := folder / TEMPLATE_FILE).is_file():
-        yield "default", file.read_text("utf-8")
+        yield "default", _text(file)
     for file in sorted((folder / TEMPLATES_FOLDER).glob("*.jinja")):
-        yield file.stem, file.read_text("utf-8")
+        yield file.stem, _text(file)
 
 
 def read_vocabulary(folder: Path, config: dict[str, Any]) -> str | SentencePieceModel:
@@ -101,7 +102,7 @@ def read_vocabulary(folder: Path, config: dict[str, Any]) -> str | SentencePiece
     Raises ValueError naming the file that is missing or broken.
     """
     if (file := folder / TOKENIZER_FILE).is_file():
-        return _naming(file, lambda: file.read_text("utf-8"))
+        return _text(file)
     if (file := folder / SENTENCEPIECE_FILE).is_file():
         return _naming(file, lambda: sentencepiece_model(file.read_bytes(), config))
     if (folder / VOCAB_FILE).is_file() and (merges := folder / MERGES_FILE).is_file():
@@ -122,6 +123,17 @@ def _naming[T](file: Path, read: Callable[[], T]) -> T:
         return read()
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
+
+
+def _text(file: Path) -> str:
+    return _naming(file, lambda: file.read_text("utf-8"))
+
+
+def _checked(file: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The JSON object in a file, {} when it is absent. Raises ValueError as `check`, naming it."""
+    data = read_json(file)
+    _naming(file, lambda: check(data))
+    return data
 
 
 # -- SentencePiece -------------------------------------------------------------------------------
@@ -168,11 +180,8 @@ def added_tokens(config: dict[str, Any], ids: dict[str, int]) -> list[Added]:
     special = {token for token in named if token}
     found = {}
     for i, entry in (config.get("added_tokens_decoder") or {}).items():
-        if not isinstance(entry, dict) or not isinstance(content(entry), str) or not content(entry):
-            raise ValueError(
-                f"added_tokens_decoder: {i}: expected a token's content, not {entry!r}"
-            )
-        token = entry["content"]
+        if not (token := entry["content"]):
+            raise ValueError(f"added_tokens_decoder: {i}: the token's content is empty")
         if entry.get("single_word"):
             raise ValueError(f"added_tokens_decoder: {token!r}: single_word is not supported")
         found[token] = Added(
@@ -203,7 +212,7 @@ def _byte_level(folder: Path, config: dict[str, Any]) -> str:
     if config.get("add_prefix_space"):
         raise ValueError("add_prefix_space is not supported here; use the model's tokenizer.json")
     words, composed = _BYTE_LEVEL[kind]
-    vocab = read_json(folder / VOCAB_FILE)
+    vocab = _checked(folder / VOCAB_FILE, check_ids)
     config.setdefault("eos_token", "<|endoftext|>")
     head, *lines = (folder / MERGES_FILE).read_text("utf-8").split("\n")
     if not head.startswith("#version"):
@@ -309,15 +318,7 @@ def content(token: Any) -> Any:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; {} when the file is absent. Raises ValueError naming a broken file."""
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(data).__name__}")
-    return data
+    return read_object(path) if path.is_file() else {}
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

@@ -105,7 +105,7 @@ HF_DEFECTS: dict[str, tuple[Defect, list[str]]] = {
         config(vocab_size=90),
         ["tokenizer has 96 tokens, the model 90 embeddings"],
     ),
-    "config is not JSON": (cut("config.json", 100), ["config.json", "cannot be read"]),
+    "config is not JSON": (cut("config.json", 100), ["config.json", "not valid JSON"]),
     "config is a list": (written("config.json", "[]"), ["config.json", "JSON object"]),
     "more layers than tensors": (
         config(num_hidden_layers=3),

@@ -180,8 +180,8 @@ def test_models_that_contradict_themselves(tmp_path: Path) -> None:
     for added, message in (
         ({"7": {"content": "<new>"}}, "'<new>' has the id 7 of the piece"),
         ({"400": {"content": "<a>", "single_word": True}}, "single_word is not supported"),
-        ({"400": "<a>"}, "400: expected a token's content"),
-        ({"400": {"content": ""}}, "400: expected a token's content"),
+        ({"400": "<a>"}, "400 = '<a>', expected an object with a token's content"),
+        ({"400": {"content": ""}}, "400: the token's content is empty"),
     ):
         with pytest.raises(ValueError, match=message):
             Tokenizer.from_folder(folder_with(tmp_path, "bpe", added_tokens_decoder=added))

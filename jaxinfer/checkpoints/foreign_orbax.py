@@ -7,7 +7,6 @@ TensorStore, and of one that holds all layers only the layer that is asked for.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,11 +17,12 @@ import numpy as np
 
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.foreign_trees import LAYOUTS, Layout, Place
+from jaxinfer.checkpoints.safetensors_io import read_hf_config
 from jaxinfer.checkpoints.source import Source, summarise
 from jaxinfer.config import DTYPES, ModelConfig
+from jaxinfer.json_files import read_object
 from jaxinfer.models import family_of
-from jaxinfer.models.hf_config import model_config
-from jaxinfer.tokenizer import Tokenizer, eos_token_ids
+from jaxinfer.tokenizer import Tokenizer
 
 METADATA, CONFIG = "_METADATA", "config.json"
 _ITEMS = ("items", "default", "state", "params", "model", "model_params")
@@ -118,12 +118,11 @@ def open_foreign(path: Path, config_file: Path | None = None) -> Source:
     if folder is None:
         raise CheckpointError(f"{path}: no Orbax tree ({METADATA}) in it")
     config_file = config_file or _beside(path, folder)
+    _, config, eos_ids = read_hf_config(config_file)
     try:
-        hf = json.loads(config_file.read_text("utf-8"))
-        config = model_config(hf)
-        tokenizer = Tokenizer.from_folder(config_file.parent, eos_token_ids(hf))
-    except (ValueError, OSError, AttributeError) as error:
-        raise CheckpointError(f"{config_file}: {error}") from error
+        tokenizer = Tokenizer.from_folder(config_file.parent, eos_ids)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     tree = _open_tree(folder)
     layout = _layout(tree, config)
     tensors = ForeignTensors(tree, layout, config)
@@ -147,7 +146,7 @@ def _open_tree(folder: Path) -> _Tree:
     import tensorstore  # only who reads such a tree waits for it
 
     try:
-        data = json.loads((folder / METADATA).read_text("utf-8"))
+        data = read_object(folder / METADATA)
         names = dict(_leaves(data["tree_metadata"]))
         opened = {
             leaf: tensorstore.open(_spec(folder, name, data), open=True, read=True)

@@ -129,6 +129,8 @@ class _CheckedReader(gguf.GGUFReader):
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if raw_type == gguf.GGUFValueType.ARRAY:
             length = int(self._get(int(orig_offs) + 4, np.uint64)[0])
+            if int(self._get(int(orig_offs), np.uint32)[0]) == gguf.GGUFValueType.ARRAY:
+                raise ValueError(f"a metadata array of arrays at byte {orig_offs}; none is known")
             if length > _LONGEST_ARRAY:
                 raise ValueError(
                     f"a metadata array of {length} values at byte {orig_offs}; more than "

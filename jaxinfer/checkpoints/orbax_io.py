@@ -28,7 +28,9 @@ from jaxinfer.checkpoints.array_files import read_arrays, write_array
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.partial_folder import partial_folder
 from jaxinfer.checkpoints.source import non_finite, summarise
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import DTYPES, ModelConfig
+from jaxinfer.field_rules import SETTINGS, TEXT, Rule, one_of
+from jaxinfer.json_files import parse_object
 from jaxinfer.models import family_of
 from jaxinfer.models.hf_config import check_sizes
 from jaxinfer.params import ParamSpec, Tree, map_named_specs, map_specs, named_leaves
@@ -36,6 +38,14 @@ from jaxinfer.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
 MANIFEST, PARAMS, TOKENIZER = "jaxinfer.json", "params", "tokenizer"
+_RULES = {  # of the manifest's fields
+    "format_version": Rule("an integer", lambda value: type(value) is int),
+    "config": SETTINGS,
+    "dtype": one_of(*DTYPES),
+    "source": TEXT,
+    "tensors": SETTINGS,
+    "files": SETTINGS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +128,9 @@ def read_manifest(path: Path) -> Manifest:
     """jaxinfer.json of a checkpoint folder. Raises CheckpointError naming what is wrong in it."""
     file = path / MANIFEST
     try:
-        data = json.loads(file.read_text("utf-8"))
+        data = parse_object(file.read_text("utf-8"))
+        for name, rule in _RULES.items():
+            rule.check(name, data.get(name))
         if data["format_version"] != FORMAT_VERSION:
             raise ValueError(
                 f"format_version = {data['format_version']}, this version of jaxinfer reads "
@@ -137,8 +149,12 @@ def read_manifest(path: Path) -> Manifest:
             },
             {name: (size, crc) for name, (size, crc) in data["files"].items()},
         )
-    except (ValueError, TypeError, KeyError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise CheckpointError(f"{file}: {error}") from error
+    except (TypeError, KeyError, AttributeError) as error:  # a value within is of another kind
+        raise CheckpointError(
+            f"{file}: is damaged ({error}); convert the original again"
+        ) from error
 
 
 def restore(

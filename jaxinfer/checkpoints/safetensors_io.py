@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -15,6 +14,8 @@ from jaxinfer.checkpoints.base_names import complete_names
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.fp8 import Fp8Tensors
 from jaxinfer.checkpoints.source import Source, Tensors
+from jaxinfer.config import ModelConfig
+from jaxinfer.json_files import read_object
 from jaxinfer.models.hf_config import model_config
 from jaxinfer.models.hf_quantization import fp8_block
 from jaxinfer.tokenizer import Tokenizer, eos_token_ids
@@ -64,8 +65,15 @@ def _header(path: Path) -> list[tuple[str, tuple[int, ...], str]]:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return [(n, tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()]
     except (SafetensorError, OSError) as error:
-        size = f"{path.stat().st_size} bytes" if path.exists() else "no such file"
-        raise CheckpointError(f"{path} ({size}): {error}") from error
+        raise CheckpointError(f"{path} ({_size(path)}): {error}") from error
+
+
+def _size(path: Path) -> str:
+    """The size of a file, or why it has none, in words."""
+    try:
+        return f"{path.stat().st_size} bytes"
+    except OSError as error:
+        return str(error.strerror).lower()
 
 
 def open_huggingface(folder: Path) -> Source:
@@ -73,11 +81,7 @@ def open_huggingface(folder: Path) -> Source:
 
     Raises CheckpointError naming the file and what is wrong in it.
     """
-    hf = _read_json(folder / "config.json")
-    try:
-        config = model_config(hf)
-    except ValueError as error:
-        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
+    hf, config, eos_ids = read_hf_config(folder / "config.json")
     description, files = f"Hugging Face folder {folder}", SafetensorsFiles(_files(folder))
     _check_all_listed(folder / INDEX, files)
     block = fp8_block(hf)
@@ -85,13 +89,25 @@ def open_huggingface(folder: Path) -> Source:
     tensors = complete_names(tensors, config)
     tokenizer, missing = None, ""
     try:
-        tokenizer = Tokenizer.from_folder(folder, eos_token_ids(hf))
+        tokenizer = Tokenizer.from_folder(folder, eos_ids)
     except MissingTokenizerError as error:
         missing = str(error)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     return Source(description, config, dtype, tensors, tokenizer, missing)
+
+
+def read_hf_config(file: Path) -> tuple[dict[str, Any], ModelConfig, tuple[int, ...]]:
+    """A config.json as it stands, as ours, and the ids that it says end an output.
+
+    Raises CheckpointError naming the file and the field.
+    """
+    hf = _read_json(file)
+    try:
+        return hf, model_config(hf), eos_token_ids(hf)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
 
 
 def _files(folder: Path) -> list[Path]:
@@ -131,7 +147,7 @@ def _indexed_files(index: Path) -> list[Path]:
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is missing or empty")
-    if odd := [name for name in weight_map.values() if Path(str(name)).name != name]:
+    if odd := [name for name in weight_map.values() if not _is_file_name(name)]:
         raise CheckpointError(f"{index}: {odd[0]!r} is not a file name")
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
     held = {path.name: {name for name, _, _ in _header(path)} for path in files}
@@ -141,11 +157,13 @@ def _indexed_files(index: Path) -> list[Path]:
     return files
 
 
+def _is_file_name(name: Any) -> bool:
+    """Whether a value names a file in the folder, and no other."""
+    return isinstance(name, str) and Path(name).name == name and "\0" not in name
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text("utf-8"))
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(data).__name__}")
-    return data
+        return read_object(path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error

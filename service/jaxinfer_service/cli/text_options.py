@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from jaxinfer.field_rules import shown
+
 _MODEL = "Model"
 
 ChatTemplate = Annotated[
@@ -34,10 +36,10 @@ def parse_override(value: str | dict[str, Any]) -> dict[str, Any]:
     """A JSON object of generation_config.json's fields."""
     try:
         data = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise typer.BadParameter(f"{value!r} is no JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise typer.BadParameter(f"{shown(value)} is no JSON: {error}") from None
     if not isinstance(data, dict):
-        raise typer.BadParameter(f"""{value!r} is no object such as {{"temperature": 0.6}}""")
+        raise typer.BadParameter(f"""{shown(value)} is no object such as {{"temperature": 0.6}}""")
     return data
 
 
