@@ -93,6 +93,11 @@ class SamplingDefaults:
     max_length: int | None = None
     not_honoured: tuple[str, ...] = ()
 
+    @property
+    def bounds_length(self) -> bool:
+        """Whether they say how long an output may be."""
+        return self.fields.get("max_new_tokens") is not None or self.max_length is not None
+
     def params(self) -> SamplingParams:
         """The defaults, and our own for the rest."""
         return SamplingParams(**self.fields)

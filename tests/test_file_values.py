@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+from jaxinfer_service.cli.text_options import parse_override
 from tiny_checkpoint import hf_folder, write_tokenizer
 
 from jaxinfer.chat_template import ChatTemplate, ChatTemplateError
@@ -20,7 +21,6 @@ from jaxinfer.checkpoints.load import load_model, open_source
 from jaxinfer.checkpoints.orbax_io import read_manifest
 from jaxinfer.json_files import parse_object
 from jaxinfer.tokenizer import Tokenizer
-from jaxinfer_service.cli.text_options import parse_override
 
 PIECES = Path(__file__).parent / "fixtures" / "oracles" / "text" / "bpe.model"
 ODD: list[Any] = [

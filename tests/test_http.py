@@ -10,7 +10,12 @@ import httpx2 as httpx
 import openai
 import pytest
 from fake_engine import EOS, LIMITS, ScriptedEngine, echo, forever, says
-from serving import in_loop, serving, until
+from jaxinfer_service.model import OpenedModel
+from serving import TOKENIZER, in_loop, serving, serving_model, until
+
+from jaxinfer.engine_thread import EngineThread
+from jaxinfer.generation import sampling_defaults
+from jaxinfer.text import TextProcessor
 
 
 @contextlib.asynccontextmanager
@@ -103,6 +108,33 @@ async def test_every_parameter_reaches_the_engine():
     assert params.include_stop and params.ignore_eos and not params.skip_special_tokens
     scheduling = request.scheduling
     assert (scheduling.priority, scheduling.tenant, scheduling.cache_salt) == (3, "t", "s")
+
+
+@pytest.mark.parametrize(
+    ("own", "lengths"),
+    [({}, [16, 3]), ({"max_new_tokens": 7}, [7, 3]), ({"max_length": 30}, [27, 3])],
+)
+@in_loop
+async def test_the_length_of_a_completion_that_says_none(own, lengths):
+    asked = []
+
+    def script(request):
+        asked.append(request)
+        return [97] * 40
+
+    engine = ScriptedEngine(script)
+
+    def open_model():
+        text = TextProcessor(TOKENIZER, (), engine.limits, sampling_defaults(own))
+        return OpenedModel(["fake"], text, lambda *calls: EngineThread(engine, *calls))
+
+    async with serving_model(open_model, http_port=0) as (server, _):
+        url = f"http://127.0.0.1:{server.http_port}/v1/completions"
+        async with httpx.AsyncClient(timeout=20) as client:
+            for length in ({}, {"max_tokens": 3}):
+                answer = await client.post(url, json={"model": "fake", "prompt": "abc"} | length)
+                assert answer.status_code == 200, answer.text
+    assert [request.max_new_tokens for request in asked] == lengths
 
 
 @in_loop

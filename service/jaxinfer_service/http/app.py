@@ -59,8 +59,10 @@ class HttpFront:
 
     async def completions(self, body: schema.Completion, request: Request) -> Response:
         model = self._model(body.model)
-        asks = [Ask(model, prompt, body.params(), body) for prompt in body.prompts]
-        shape = answers.Completions(model.opened.text, body.logprobs, body.echo)
+        text = model.opened.text
+        params = body.params_of(text.sampling)
+        asks = [Ask(model, prompt, params, body) for prompt in body.prompts]
+        shape = answers.Completions(text, body.logprobs, body.echo)
         return await self._generate(asks, shape, body, request)
 
     async def chat_completions(self, body: schema.ChatCompletion, request: Request) -> Response:

@@ -9,11 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from jaxinfer.generation import SamplingDefaults
+
 TokenIds = Annotated[list[int], Field(min_length=1)]
 type Several[T] = Annotated[list[T], Field(min_length=1)]
 OneOrMore = str | list[str]
 
-COMPLETION_TOKENS = 16  # of a completion that does not say how many, as the API has it
+COMPLETION_TOKENS = 16  # of a completion where nobody says how many, as the API has it
 
 # By our names, those that the OpenAI API and its common extensions use.
 RENAMED = {
@@ -122,8 +124,13 @@ class Completion(Sampling):
         return self
 
     def params(self) -> dict[str, Any]:
-        given = {"max_new_tokens": COMPLETION_TOKENS} | super().params()
-        return given | ({} if self.logprobs is None else {"logprobs": self.logprobs})
+        logprobs = {} if self.logprobs is None else {"logprobs": self.logprobs}
+        return super().params() | logprobs
+
+    def params_of(self, own: SamplingDefaults) -> dict[str, Any]:
+        """`params`, with the API's length where neither they nor the model's `own` say one."""
+        length = {} if own.bounds_length else {"max_new_tokens": COMPLETION_TOKENS}
+        return length | self.params()
 
     @property
     def prompts(self) -> list[str | list[int]]:
