@@ -12,3 +12,11 @@ def cache_dir() -> Path:
     """The cache folder: $JAXINFER_CACHE, or the platform's user cache folder."""
     override = os.environ.get("JAXINFER_CACHE")
     return Path(override or platformdirs.user_cache_dir("jaxinfer")).expanduser()
+
+
+def exists(path: Path) -> bool:
+    """Whether there is something at a path; there is nothing where no file can be."""
+    try:
+        return path.exists()
+    except OSError:
+        return False

@@ -383,6 +383,7 @@ def test_wrong_paths_say_what_a_model_is(tmp_path: Path) -> None:
     (tmp_path / "inside" / "x.gguf").write_bytes(b"")
     for path, words in {
         tmp_path / "nowhere": "does not exist",
+        tmp_path / ("n" * 300): "does not exist",
         Path("owner/name-1.5"): "hf download owner/name-1.5 --local-dir FOLDER",
         tmp_path / "notes.txt": "is a file but no .gguf file",
         tmp_path / "inside": "did you mean",

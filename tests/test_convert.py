@@ -80,6 +80,25 @@ def test_destinations_that_exist_are_left_alone(tmp_path: Path) -> None:
         convert(tmp_path / "orbax", tmp_path / "again")
 
 
+@pytest.mark.parametrize(
+    "name", ["file/ours", "n" * 300, "n" * 250], ids=["in a file", "too long", "too long at first"]
+)
+def test_destinations_that_cannot_be_written(tmp_path: Path, name: str) -> None:
+    source = hf_folder(tmp_path / "hf")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written") as caught:
+        convert(source, tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "hf"]
+
+
+def test_a_destination_that_leads_nowhere_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="link exists already"):
+        convert(hf_folder(tmp_path / "hf"), tmp_path / "link")
+    assert not (tmp_path / "nowhere").exists()
+
+
 def test_an_interrupted_conversion_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from jaxinfer.checkpoints.source import Progress, load_params
 from jaxinfer.generation import TextOptions
 from jaxinfer.models import family_of
 from jaxinfer.params import named_leaves, param_bytes
+from jaxinfer.paths import exists
 
 
 def convert(
@@ -32,7 +34,7 @@ def convert(
     src, dst = resolve_model(src), Path(dst).expanduser()
     if orbax_io.is_orbax_folder(src):
         raise CheckpointError(f"{src} is an Orbax checkpoint already")
-    if dst.exists():
+    if os.path.lexists(dst):  # which takes a name that no file can have for absent
         raise CheckpointError(f"{dst} exists already; remove it or choose another destination")
     source = open_source(src, config_file)
     tokenizer = (text or TextOptions()).tokenizer(source.require_tokenizer())
@@ -52,7 +54,7 @@ def convert(
 
 def _check_space(dst: Path, needed: int) -> None:
     """Say so before writing, rather than fail in the middle."""
-    parent = next(p for p in dst.absolute().parents if p.exists())
+    parent = next(p for p in dst.absolute().parents if exists(p))
     free = shutil.disk_usage(parent).free
     if needed > free:
         raise CheckpointError(f"{dst} needs {needed} bytes, {parent} has {free} free")

@@ -27,6 +27,7 @@ from jaxinfer.checkpoints.source import (
 from jaxinfer.config import DTYPES, ModelConfig
 from jaxinfer.generation import GenerationDefaults, TextOptions
 from jaxinfer.params import ParamSpec, Tree, named_leaves
+from jaxinfer.paths import exists
 from jaxinfer.tokenizer import Tokenizer
 
 
@@ -49,7 +50,7 @@ def resolve_model(name_or_path: str | Path) -> Path:
     """
     path = Path(name_or_path).expanduser()
     kinds = "an Orbax folder, a Hugging Face folder, a .gguf file, or `demo`"
-    if not path.exists():
+    if not exists(path):
         hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name_or_path))
         hint = f"; from the Hugging Face Hub: hf download {path} --local-dir FOLDER" if hub else ""
         raise CheckpointError(f"{path} does not exist; MODEL is {kinds}{hint}")

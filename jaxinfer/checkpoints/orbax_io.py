@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -91,10 +92,10 @@ def writing(
     """A function that writes one parameter of a checkpoint folder at `path`.
 
     The folder appears when all are written and the context ends well. Raises CheckpointError when
-    `path` exists, and for NaN or Inf values: with the checksums, that makes looking for them at
-    every restore needless.
+    `path` exists or cannot be written, and for NaN or Inf values: with the checksums, that makes
+    looking for them at every restore needless.
     """
-    if path.exists():
+    if os.path.lexists(path):
         raise CheckpointError(f"{path} exists already; remove it or choose another destination")
     tensors: dict[str, Any] = {}
     files: dict[str, list[int]] = {}
@@ -120,8 +121,10 @@ def writing(
                 "files": files | _inventory(partial / PARAMS, files),
             }
             (partial / MANIFEST).write_text(json.dumps(manifest), "utf-8")
-    except FileExistsError as error:
-        raise CheckpointError(f"{path} appeared while it was being written") from error
+    except OSError as error:
+        if os.path.lexists(path):
+            raise CheckpointError(f"{path} appeared while it was being written") from error
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,10 +43,10 @@ def convert(
 ) -> None:
     """Convert a checkpoint to Orbax, config, tokenizer and generation defaults included."""
     console.set_up_logging(log_level, log_format)
-    there = Path(dst).expanduser().exists()
+    there = os.path.lexists(Path(dst).expanduser())
 
     def consequence() -> str:
-        done = not there and Path(dst).expanduser().exists()
+        done = not there and os.path.lexists(Path(dst).expanduser())
         return f"{dst} was complete by then" if done else f"nothing was written to {dst}"
 
     with unwinding(consequence) as check:
