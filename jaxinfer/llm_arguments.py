@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.text import Prompt

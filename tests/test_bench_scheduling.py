@@ -14,9 +14,11 @@ from jaxinfer.bench import setup
 from jaxinfer.bench.cli import app
 from jaxinfer.bench.drive import drive, drive_feed
 from jaxinfer.bench.feeds import Chats, Reserving, Waves
+from jaxinfer.bench.ladder import LADDER
 from jaxinfer.bench.pages import Memory, compare_reservations
 from jaxinfer.bench.prefix import GUIDE, Sizes, compare, make_load, shared_hits, warm_up
 from jaxinfer.bench.scheduler_cost import requests, scheduler_times
+from jaxinfer.bench.variants import running_as
 from jaxinfer.bench.workload import WorkItem, make_workload
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
