@@ -156,9 +156,7 @@ def _pool(
 ) -> reference.Pool:
     """Raises ValueError for arrays that do not go together."""
     if (v_pool is None) == (value_dim is None):
-        raise ValueError(
-            "attention takes either v_pool or the value_dim of keys"
-        )
+        raise ValueError("attention takes either v_pool or the value_dim of keys")
     if (k_scale is None) != (v_scale is None) or (v_pool is None and k_scale is not None):
         raise ValueError("attention takes both k_scale and v_scale of pools apart, or neither")
     if k_scale is None and jnp.issubdtype(k_pool.dtype, jnp.integer):
