@@ -39,7 +39,7 @@ from jaxinfer.request import (
     Submit,
 )
 from jaxinfer.stream import Sample, Stream
-from jaxinfer.text import Delta, Finish, Params, Prompt, TextProcessor, Timing
+from jaxinfer.text import Delta, Finish, Params, Prompt, TextProcessor, Timing, is_chat
 
 logger = logging.getLogger(__name__)
 
