@@ -30,6 +30,7 @@ from jaxinfer_service.access import Access
 from jaxinfer_service.control import ControlService
 from jaxinfer_service.guard import GrpcGuard, HttpGuard
 from jaxinfer_service.http.app import HttpFront
+from jaxinfer_service.http.body import MOST_BYTES
 from jaxinfer_service.http.server import HttpServer
 from jaxinfer_service.metrics.histograms import Histograms
 from jaxinfer_service.model import OpenedModel, ServedModel
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent twin
-    ("grpc.max_receive_message_length", 16 << 20),  # a prompt of a million token ids has 3 MB
+    ("grpc.max_receive_message_length", MOST_BYTES),
     # A flood is answered by the queue's own refusals, not by gRPC dropping calls as CANCELLED.
     ("grpc.server.max_pending_requests", 1 << 20),
     ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
@@ -197,7 +198,7 @@ class Server:
         served = ServedModel(opened, frontend, histograms)
         self._service.served = self._control.served = served
         self._http.serve(served)
-        watch = asyncio.create_task(self._watch(frontend))
+        watch = asyncio.create_task(self._watch(served))
         try:
             await self._stopping.wait()
             logger.info("draining", extra={"timeout": self.config.drain_timeout})
@@ -209,11 +210,12 @@ class Server:
         self._control.close()
         logger.info("stopped", extra=dataclasses.asdict(frontend.counters))
 
-    async def _watch(self, frontend: Frontend) -> None:
-        """Keep health true to the engine's state."""
+    async def _watch(self, served: ServedModel) -> None:
+        """Keep health true to the engine's state, and count its steps while it remembers them."""
         before: str | None = None
         while True:
-            reason = frontend.check()
+            reason = served.frontend.check()
+            served.histograms.steps([*served.frontend.engine.records])
             if reason != before:
                 await self._set_health(serving=not reason)
                 if reason:
