@@ -129,6 +129,11 @@ def _log_defaults(generation: GenerationDefaults) -> None:
     sampling = generation.sampling
     eos = ", ".join(map(str, generation.eos_ids)) or "none"
     logger.info("generation defaults: %s; EOS ids: %s", sampling.describe(), eos)
+    if not generation.eos_ids:
+        logger.warning(
+            "the model has no end token that its tokenizer knows: outputs end at their limit or by"
+            " a request's own stops; name one with --override-generation-config"
+        )
     if sampling.not_honoured:
         logger.warning("generation defaults not honoured: %s", ", ".join(sampling.not_honoured))
 

@@ -20,7 +20,13 @@ from jaxinfer import LLM
 from jaxinfer.checkpoints import CheckpointError, convert, inspect_checkpoint, load_model
 from jaxinfer.checkpoints.gguf_tokenizer import build_tokenizer
 from jaxinfer.engine_thread import EngineThread
-from jaxinfer.generation import SamplingDefaults, TextOptions, sampling_defaults
+from jaxinfer.generation import (
+    GenerationDefaults,
+    SamplingDefaults,
+    TextOptions,
+    sampling_defaults,
+)
+from jaxinfer.llm import _log_defaults
 from jaxinfer.request import RequestError, SamplingParams
 from jaxinfer.text import TextProcessor
 
@@ -338,3 +344,10 @@ def test_the_command_line_generates_with_them(tmp_path: Path) -> None:
     for model, options in ((source, ("--chat-template", template)), (tmp_path / "orbax", ())):
         doubled = answer(model, "--chat", *options)
         assert doubled["prompt_token_ids"] == plain["prompt_token_ids"] * 2
+
+
+def test_a_model_without_an_end_is_told_of(caplog):
+    for ids in ((), (2,)):
+        caplog.clear()
+        _log_defaults(GenerationDefaults(ids, SamplingDefaults()))
+        assert ("no end token" in caplog.text) == (not ids)
