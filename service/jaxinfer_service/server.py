@@ -30,6 +30,7 @@ from jaxinfer_service.access import Access
 from jaxinfer_service.control import ControlService
 from jaxinfer_service.guard import GrpcGuard, HttpGuard
 from jaxinfer_service.http.app import HttpFront
+from jaxinfer_service.http.body import MOST_BYTES
 from jaxinfer_service.http.server import HttpServer
 from jaxinfer_service.metrics.histograms import Histograms
 from jaxinfer_service.model import OpenedModel, ServedModel
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent twin
-    ("grpc.max_receive_message_length", 16 << 20),  # a prompt of a million token ids has 3 MB
+    ("grpc.max_receive_message_length", MOST_BYTES),
     # A flood is answered by the queue's own refusals, not by gRPC dropping calls as CANCELLED.
     ("grpc.server.max_pending_requests", 1 << 20),
     ("grpc.server.max_pending_requests_hard_limit", 1 << 20),

@@ -36,11 +36,12 @@ class Call:
 
 
 class Shape(Protocol):
-    """How one route's choices look."""
+    """How one call's choices look, whole or as they come."""
 
     id_prefix: str
     kind: str  # of the whole answer
     chunk_kind: str
+    with_prompt: bool  # whether `whole` and `head` need the prompts
 
     def whole(self, sample: Delta, prompt: str) -> Choice:
         """A choice of a whole answer."""
@@ -48,8 +49,8 @@ class Shape(Protocol):
     def head(self, index: int, prompt: str) -> Choice | None:
         """What comes before a choice's first text, in a stream."""
 
-    def part(self, delta: Delta, before: int) -> Choice | None:
-        """What is new of a choice that has `before` characters; None for nothing to be seen."""
+    def part(self, delta: Delta) -> Choice | None:
+        """What is new of a choice; None for nothing to be seen."""
 
 
 class Completions:
@@ -58,30 +59,33 @@ class Completions:
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, text: TextProcessor, logprobs: int | None, echo: bool):
-        self._text, self._logprobs, self._echo = text, logprobs, echo
+        self._text, self._logprobs, self.with_prompt = text, logprobs, echo
+        self._offsets: dict[int, int] = {}  # of the next token, by choice
 
     def whole(self, sample: Delta, prompt: str) -> Choice:
-        return self._choice(sample, (prompt if self._echo else "") + sample.text, 0)
+        return self._choice(sample, prompt + sample.text)
 
     def head(self, index: int, prompt: str) -> Choice | None:
-        return self._choice(Delta(index), prompt, 0) if self._echo else None
+        return self._choice(Delta(index), prompt) if self.with_prompt else None
 
-    def part(self, delta: Delta, before: int) -> Choice | None:
-        return self._choice(delta, delta.text, before) if _shows(delta) else None
+    def part(self, delta: Delta) -> Choice | None:
+        return self._choice(delta, delta.text) if _shows(delta) else None
 
-    def _choice(self, delta: Delta, text: str, before: int) -> Choice:
-        logprobs = self._shown(delta, before) if self._logprobs is not None else None
+    def _choice(self, delta: Delta, text: str) -> Choice:
+        logprobs = self._shown(delta) if self._logprobs is not None else None
         return {"index": delta.index, "text": text, "logprobs": logprobs} | _end(delta.finish)
 
-    def _shown(self, delta: Delta, offset: int) -> dict[str, Any]:
+    def _shown(self, delta: Delta) -> dict[str, Any]:
         tokens = [shown(self._text.token_bytes(token)) for token in delta.token_ids]
-        offsets = []
+        offsets, offset = [], self._offsets.get(delta.index, 0)
         for token in tokens:
             offsets.append(offset)
             offset += len(token)
+        self._offsets[delta.index] = offset
         top = [
-            {shown(self._text.token_bytes(i)): value for i, value in reversed(found.top)}
-            for found in delta.logprobs
+            {token: found.logprob}
+            | {shown(self._text.token_bytes(i)): value for i, value in reversed(found.top)}
+            for token, found in zip(tokens, delta.logprobs)
         ]
         return {
             "tokens": tokens,
@@ -95,6 +99,7 @@ class Chats:
     """Answers of the assistant."""
 
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    with_prompt = False
 
     def __init__(self, text: TextProcessor):
         self._text = text
@@ -106,7 +111,7 @@ class Chats:
     def head(self, index: int, prompt: str) -> Choice | None:
         return self._choice(Delta(index), "delta", {"role": "assistant", "content": ""})
 
-    def part(self, delta: Delta, before: int) -> Choice | None:
+    def part(self, delta: Delta) -> Choice | None:
         if not _shows(delta):
             return None
         return self._choice(delta, "delta", {"content": delta.text} if delta.text else {})

@@ -6,17 +6,17 @@ back (`answers.py`). A client that leaves ends its request in the engine.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import PlainTextResponse, StreamingResponse
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from jaxinfer.request import EngineStoppedError
 from jaxinfer.text import Prompt
 from jaxinfer_service import status, version
 from jaxinfer_service.http import answers, errors, schema
+from jaxinfer_service.http.body import BoundedBody
 from jaxinfer_service.http.generation import Ask, answer, stream
 from jaxinfer_service.metrics.collector import Metrics
 from jaxinfer_service.model import ServedModel, loaded
@@ -30,6 +30,7 @@ class HttpFront:
         self._metrics = Metrics(metrics_prefix)
         self.app = FastAPI(title="jaxinfer", version=version(), docs_url=None, redoc_url=None)
         errors.install(self.app)
+        self.app.add_middleware(BoundedBody)
         self._add_routes()
 
     def serve(self, served: ServedModel) -> None:
@@ -45,6 +46,8 @@ class HttpFront:
         self.app.post("/detokenize")(self.detokenize)
         self.app.get("/health")(self.health)
         self.app.get("/ready")(self.ready)
+        for path in ("/health", "/ready"):  # as some load balancers ask
+            self.app.head(path, include_in_schema=False)(self.health)
         self.app.get("/version")(self.version)
         self.app.get("/metrics")(self.metrics)
 
@@ -61,6 +64,7 @@ class HttpFront:
         model = self._model(body.model)
         text = model.opened.text
         params = body.params_of(text.sampling)
+        schema.check_prompts(body.prompts, params.get("n", 1), text.limits)
         asks = [Ask(model, prompt, params, body) for prompt in body.prompts]
         shape = answers.Completions(text, body.logprobs, body.echo)
         return await self._generate(asks, shape, body, request)
@@ -76,8 +80,7 @@ class HttpFront:
         if not body.stream:
             return await answer(asks, shape, request)
         with_usage = body.stream_options is not None and body.stream_options.include_usage
-        first, rest = await stream(asks, shape, with_usage)
-        return StreamingResponse(_joined(first, rest), media_type="text/event-stream")
+        return await stream(asks, shape, with_usage, request)
 
     # -- text ------------------------------------------------------------------------------------
 
@@ -110,6 +113,8 @@ class HttpFront:
         return {"object": "list", "data": [answers.model_card(model, name) for name in model.names]}
 
     async def model(self, name: str) -> dict[str, Any]:
+        if not name:
+            return await self.models()
         return answers.model_card(self._model(name), name)
 
     async def health(self) -> Response:
@@ -130,9 +135,3 @@ class HttpFront:
 
     async def version(self) -> dict[str, str]:
         return {"version": version()}
-
-
-async def _joined(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
-    yield first
-    async for event in rest:
-        yield event

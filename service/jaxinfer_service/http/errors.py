@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -13,16 +12,19 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from jaxinfer.request import EngineStoppedError, QueueFullError, RequestError
 from jaxinfer_service import status
 from jaxinfer_service.access import ForbiddenError, TooManyError, UnauthenticatedError
-from jaxinfer_service.http.schema import RENAMED
+from jaxinfer_service.http.schema import FIELDS, RENAMED
 
 logger = logging.getLogger(__name__)
 
 STOPPED_RETRY = 5  # seconds after which another try may find the server ready
 MOST_MESSAGES = 8  # of one refusal
+MOST_CHARACTERS = 2000  # of them together; they repeat what was sent
+NAME_CHARACTERS = 100  # of a field's name
 
 
 class Kind(NamedTuple):
@@ -71,8 +73,19 @@ def body_of(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def _body(message: str, kind: Kind, param: str | None = None) -> dict[str, Any]:
-    error = {"message": message, "type": kind.type, "param": param, "code": kind.code}
+    error = {
+        "message": _clipped(message, MOST_CHARACTERS),
+        "type": kind.type,
+        "param": param and _clipped(param, NAME_CHARACTERS),
+        "code": kind.code,
+    }
     return {"error": error}
+
+
+def _clipped(text: str, most: int) -> str:
+    """Of bounded length, and text: what was sent may have halves of surrogate pairs."""
+    short = text if len(text) <= most else text[: most - 1] + "…"
+    return short.encode(errors="backslashreplace").decode()
 
 
 async def _answer(request: Request, error: Exception) -> JSONResponse:
@@ -87,34 +100,46 @@ async def _answer(request: Request, error: Exception) -> JSONResponse:
 
 async def _bad_body(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    found = [*dict.fromkeys((_path(e["loc"]), _said(e)) for e in error.errors())]
+    found = [*dict.fromkeys((_path(e), _said(e)) for e in error.errors())]
     said = "; ".join(f"{path}: {text}" if path else text for path, text in found[:MOST_MESSAGES])
     return JSONResponse(_body(said, _KINDS[RequestError], found[0][0] or None), 400)
 
 
 async def _refused_by_router(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    name = HTTPStatus(error.status_code).phrase.lower()
-    said = f"{request.method} {request.url.path}: {name}"
+    status = HTTPStatus(error.status_code)
+    cause = error.__cause__
+    if isinstance(cause, ValueError | RecursionError):  # what the parser takes is JSON for us
+        said = f"the body is no JSON: {cause}"
+    elif isinstance(cause, Exception) and not isinstance(cause, ClientDisconnect | TimeoutError):
+        return await _answer(request, cause)  # FastAPI makes 400 of anything there
+    elif error.detail != status.phrase:
+        said = str(error.detail)
+    else:
+        said = f"{request.method} {request.url.path}: {status.phrase.lower()}"
     headers = dict(error.headers or {})
     kind = Kind(error.status_code, "invalid_request_error")
     return JSONResponse(_body(said, kind), error.status_code, headers)
 
 
-def _path(place: Sequence[Any]) -> str:
+def _path(error: Mapping[str, Any]) -> str:
     """A field's path in the body: messages[0].role."""
+    place: Sequence[Any] = error["loc"][1:]  # the first one is "body"
     path = ""
-    for part in place[1:]:  # the first one is "body"
+    for part in place:
         if isinstance(part, int):
             path += f"[{part}]" if path else ""  # of broken JSON it is where it breaks
-        elif part.isidentifier() and not hasattr(builtins, part):  # as alternatives of a union are
-            path += f".{part}" if path else part
-    return path
+        elif part in FIELDS or (error["type"] == "extra_forbidden" and part is place[-1]):
+            name = _clipped(part, NAME_CHARACTERS)
+            path += f".{name}" if path else name
+    return path  # without the alternatives of unions and the names within maps
 
 
 def _said(error: Mapping[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
         return "is not known to this server, which would ignore it; leave it out"
+    if isinstance(error["input"], bytes):
+        return "the body is not said to be JSON; send the header content-type: application/json"
     if error["type"] == "json_invalid":
         return f"the body is no JSON: {error['ctx']['error']}"
     return str(error["msg"]).removeprefix("Value error, ")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from jaxinfer.request import Scheduling
 from jaxinfer.stream import Stream
@@ -18,11 +19,11 @@ from jaxinfer.text import Delta, Prompt
 from jaxinfer_service import status
 from jaxinfer_service.access import tenant_of
 from jaxinfer_service.http import errors
-from jaxinfer_service.http.answers import Call, Shape, usage
+from jaxinfer_service.http.answers import Call, Choice, Shape, usage
 from jaxinfer_service.http.schema import Sampling
 from jaxinfer_service.model import ServedModel
 
-DONE = "data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
 LEFT = 499  # the status of a call whose client left, which nobody reads
 
 
@@ -40,7 +41,7 @@ class Ask:
         body = self.body
         scheduling = Scheduling(body.priority, tenant_of(body.tenant), body.cache_salt or "")
         frontend = self.model.frontend
-        return await frontend.submit(self.prompt, self.params, scheduling=scheduling)
+        return await frontend.submit(self.prompt, self.params, body.timeout, scheduling)
 
 
 class Started:
@@ -85,8 +86,18 @@ class Started:
         ]
         return [text for text, one in zip(texts, self.streams) for _ in one.samples]
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    async def deltas(self) -> AsyncGenerator[Delta]:
         """What comes, with the `index` of the choice. Raises what ends a call without answer."""
+        if len(self.streams) == 1:
+            async for delta in self.streams[0]:
+                status.check_finish(delta.finish)
+                yield delta
+            return
+        async with contextlib.aclosing(self._mixed()) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _mixed(self) -> AsyncGenerator[Delta]:
         queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue(maxsize=1)
 
         async def read(stream: Stream, first: int) -> None:
@@ -119,16 +130,21 @@ class Started:
 
 
 async def answer(asks: Sequence[Ask], shape: Shape, request: Request) -> Response:
-    """The whole answer at once. Ends the asks if the client leaves before."""
-    whole = asyncio.create_task(_whole(asks, shape))
-    gone = asyncio.create_task(_left(request))
+    """The answer, whole. Ends the asks if the client leaves before."""
+    whole = await _unless_left(request, _whole(asks, shape))
+    return Response(status_code=LEFT) if whole is None else JSONResponse(whole)
+
+
+async def _unless_left[T](request: Request, doing: Coroutine[Any, Any, T]) -> T | None:
+    """What `doing` gives; None, and it is cancelled, if the client goes before."""
+    done, gone = asyncio.create_task(doing), asyncio.create_task(_left(request))
     try:
-        await asyncio.wait((whole, gone), return_when=asyncio.FIRST_COMPLETED)
-        return JSONResponse(await whole) if whole.done() else Response(status_code=LEFT)
+        await asyncio.wait((done, gone), return_when=asyncio.FIRST_COMPLETED)
+        return await done if done.done() else None
     finally:
-        for task in (whole, gone):
+        for task in (done, gone):
             task.cancel()
-        await asyncio.wait((whole, gone))
+        await asyncio.wait((done, gone))
 
 
 async def _left(request: Request) -> None:
@@ -142,51 +158,86 @@ async def _whole(asks: Sequence[Ask], shape: Shape) -> dict[str, Any]:
         samples = [Delta(index) for index in range(started.choices)]
         async for delta in started.deltas():
             samples[delta.index].extend(delta)
-        call = started.call(shape.id_prefix)
-        choices = [shape.whole(*each) for each in zip(samples, started.prompts())]
-        counts = _usage(started, samples)
-        return call.object(shape.kind, choices, usage=counts)
+        call, tally = started.call(shape.id_prefix), Tally(started)
+        for sample in samples:
+            tally.add(sample)
+        prompts = started.prompts() if shape.with_prompt else [""] * len(samples)
+        choices = [shape.whole(*each) for each in zip(samples, prompts)]
+        return call.object(shape.kind, choices, usage=tally.usage())
 
 
-async def stream(
-    asks: Sequence[Ask], shape: Shape, with_usage: bool
-) -> tuple[str, AsyncIterator[str]]:
-    """The first event and the others: what is wrong with the asks is raised before any."""
+async def stream(asks: Sequence[Ask], shape: Shape, with_usage: bool, request: Request) -> Response:
+    """Server-sent events. What is wrong with the asks is raised before any.
+
+    Ends the asks if the client leaves, be it before the first event: they may wait for long.
+    """
     events = _events(asks, shape, with_usage)
-    return await anext(events), events
+    first = await _unless_left(request, _first(events))
+    if first is None:
+        return Response(status_code=LEFT)
+    return StreamingResponse(_joined(first, events), media_type="text/event-stream")
 
 
-async def _events(asks: Sequence[Ask], shape: Shape, with_usage: bool) -> AsyncIterator[str]:
-    async with Started(asks) as started:
-        call = started.call(shape.id_prefix)
-        more = {"usage": None} if with_usage else {}
-        for index, prompt in enumerate(started.prompts()):
+async def _first(events: AsyncIterator[bytes]) -> bytes:
+    return await anext(events)
+
+
+async def _joined(first: bytes, rest: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+    async with contextlib.aclosing(rest):
+        yield first
+        async for event in rest:
+            yield event
+
+
+async def _events(asks: Sequence[Ask], shape: Shape, with_usage: bool) -> AsyncGenerator[bytes]:
+    async with Started(asks) as started, contextlib.aclosing(started.deltas()) as deltas:
+        call, tally = started.call(shape.id_prefix), Tally(started)
+        event = _chunks(call, shape.chunk_kind, ',"usage":null' if with_usage else "")
+        prompts = started.prompts() if shape.with_prompt else [""] * started.choices
+        for index, prompt in enumerate(prompts):
             if head := shape.head(index, prompt):
-                yield _event(call.object(shape.chunk_kind, [head], **more))
-        samples = [Delta(index) for index in range(started.choices)]
+                yield event(head)
         try:
-            async for delta in started.deltas():
-                before = len(samples[delta.index].text)
-                samples[delta.index].extend(delta)
-                if choice := shape.part(delta, before):
-                    yield _event(call.object(shape.chunk_kind, [choice], **more))
+            async for delta in deltas:
+                tally.add(delta)
+                if choice := shape.part(delta):
+                    yield event(choice)
         except Exception as error:
-            yield _event(errors.body_of(error)[1])
+            yield _event(_json(errors.body_of(error)[1]))
             return
         if with_usage:
-            yield _event(call.object(shape.chunk_kind, [], usage=_usage(started, samples)))
+            yield _event(_json(call.object(shape.chunk_kind, [], usage=tally.usage())))
     yield DONE
 
 
-def _usage(started: Started, samples: Sequence[Delta]) -> dict[str, Any]:
-    generated = sum(len(sample.token_ids) for sample in samples)
-    cached, first = 0, 0
-    for one in started.streams:
-        own = samples[first : first + len(one.samples)]
-        cached += min(sample.cached_tokens for sample in own)
-        first += len(own)
-    return usage(started.prompt_tokens, generated, cached)
+class Tally:
+    """The tokens of a call's choices, while they come."""
+
+    def __init__(self, started: Started):
+        self._started, self._generated = started, 0
+        self._cached = [0] * started.choices
+
+    def add(self, delta: Delta) -> None:
+        self._generated += len(delta.token_ids)
+        if delta.finish is not None:
+            self._cached[delta.index] = delta.cached_tokens
+
+    def usage(self) -> dict[str, Any]:
+        """In all. Of a prompt's samples the later ones find what the first one computed."""
+        cached, rest = 0, iter(self._cached)
+        for one in self._started.streams:
+            cached += min(itertools.islice(rest, len(one.samples)))
+        return usage(self._started.prompt_tokens, self._generated, cached)
 
 
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def _chunks(call: Call, kind: str, more: str) -> Callable[[Choice], bytes]:
+    """What makes the event of one choice: all but the choice is written once for a call."""
+    before, after = _json(call.object(kind, [{}])).rsplit("[{}]", 1)
+    return lambda choice: _event(f"{before}[{_json(choice)}]{more}{after}")
+
+
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def _event(data: str) -> bytes:
+    return f"data: {data}\n\n".encode()

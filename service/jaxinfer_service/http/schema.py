@@ -5,16 +5,22 @@ Ranges are checked where all requests are (`jaxinfer/validation.py`); here are n
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from jaxinfer.generation import SamplingDefaults
+from jaxinfer.request import MAX_LOGIT_BIAS, RequestError, Violation
+from jaxinfer.validation import EngineLimits
 
-TokenIds = Annotated[list[int], Field(min_length=1)]
-type Several[T] = Annotated[list[T], Field(min_length=1)]
-OneOrMore = str | list[str]
+# A long list is wrong from the first wrong entry on: thousands of errors would cost gigabytes.
+type Listed[T] = Annotated[list[T], Field(fail_fast=True)]
+type Several[T] = Annotated[list[T], Field(min_length=1, fail_fast=True)]
+OneOrMore = str | Listed[str]
 
+MOST_UNKNOWN = 8  # unknown fields that a refusal names
 COMPLETION_TOKENS = 16  # of a completion where nobody says how many, as the API has it
 
 # By our names, those that the OpenAI API and its common extensions use.
@@ -25,9 +31,21 @@ RENAMED = {
 
 
 class Body(BaseModel):
-    """Strict: no field that is not known, no text where a number belongs."""
+    """Strict: no field that is not known, no text where a number belongs. null is left out."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Without null, and with no more unknown fields than a refusal names."""
+        if not isinstance(given, dict):
+            return given
+        known = cls.model_fields
+        said = {name: value for name, value in given.items() if value is not None}
+        unknown = itertools.islice((name for name in said if name not in known), MOST_UNKNOWN)
+        shown = {name.encode(errors="backslashreplace").decode(): 0 for name in unknown}
+        return {name: value for name, value in said.items() if name in known} | shown
 
 
 class StreamOptions(Body):
@@ -63,13 +81,23 @@ class Sampling(Body):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Listed[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     priority: int = 0
     tenant: str = ""
     cache_salt: str | None = None
+    timeout: float | None = Field(
+        None, gt=0, le=1e9, description="Seconds in which the answer must be complete."
+    )
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few(cls, biases: Any) -> Any:
+        if isinstance(biases, dict) and len(biases) > MAX_LOGIT_BIAS:
+            raise ValueError(f"has {len(biases)} entries; at most {MAX_LOGIT_BIAS} are taken")
+        return biases
 
     @field_validator("logit_bias")
     @classmethod
@@ -111,7 +139,7 @@ class Sampling(Body):
 class Completion(Sampling):
     """POST /v1/completions. A prompt is a text or token ids; there may be several."""
 
-    prompt: str | TokenIds | Several[str] | Several[TokenIds]
+    prompt: str | Several[int] | Several[str] | Several[Several[int]]
     logprobs: int | None = None
     echo: bool = False
 
@@ -152,7 +180,7 @@ class Message(Body):
     """One message of a chat. Its content is a text, or parts of one."""
 
     role: str
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: str | Several[TextPart]
 
     @property
     def text(self) -> str:
@@ -164,7 +192,7 @@ class Message(Body):
 class ChatCompletion(Sampling):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Several[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -196,7 +224,7 @@ class Tokenize(Body):
 
     model: str = ""
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Several[Message] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
@@ -215,7 +243,25 @@ class Detokenize(Body):
     """POST /detokenize."""
 
     model: str = ""
-    tokens: list[int]
+    tokens: Listed[int]
+
+
+FIELDS = frozenset(
+    name
+    for kind in (Completion, ChatCompletion, Tokenize, Detokenize, Message, TextPart, StreamOptions)
+    for name in kind.model_fields
+)  # by which places in a body are named
+
+
+def check_prompts(prompts: Sequence[object], n: int, limits: EngineLimits) -> None:
+    """Refuse more prompts than the queue could ever hold. Raises RequestError."""
+    most = limits.max_queued_requests
+    if len(prompts) > 1 and len(prompts) * n > most:
+        why = (
+            f"has {len(prompts)} entries, and n is {n}; the queue takes {most} requests in all, and"
+            " each sample is one: send several calls"
+        )
+        raise RequestError([Violation("prompt", why)])
 
 
 def _several(stop: OneOrMore) -> tuple[str, ...]:
