@@ -209,7 +209,7 @@ class OutputBuilder:
         self._stops = StopMatcher(request.params.stop, request.params.include_stop)
         self.queued: float | None = None  # seconds until a slot was found
         self.first_token: float | None = None  # seconds until it came
-        self._cached_tokens = 0
+        self.cached_tokens = 0  # prompt tokens that the prefix cache had
 
     @property
     def started(self) -> bool:
@@ -232,14 +232,14 @@ class OutputBuilder:
             self._end(delta, event)
         if delta.finish is not None:
             self.finished = True
-            delta.cached_tokens = self._cached_tokens
+            delta.cached_tokens = self.cached_tokens
             delta.timing = Timing(self.queued, self.first_token, event.time - self.request.arrival)
         return delta
 
     def _note_start(self, event: SequenceEvent) -> None:
         if event.first_scheduled is not None:
             self.queued = event.first_scheduled - self.request.arrival
-            self._cached_tokens = event.cached_tokens
+            self.cached_tokens = event.cached_tokens
         if event.tokens and self.first_token is None:
             self.first_token = event.time - self.request.arrival
 

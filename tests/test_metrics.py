@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
 import numpy as np
 import openai
@@ -10,6 +11,7 @@ import pytest
 from fake_engine import ScriptedEngine, echo, forever, says
 from jaxinfer_service.metrics.collector import Metrics
 from jaxinfer_service.metrics.histograms import Histogram, token_buckets
+from jaxinfer_service.server import CHECK_SECONDS
 from prometheus_client.parser import text_string_to_metric_families
 from serving import in_loop, until
 from test_http import http
@@ -58,6 +60,7 @@ async def test_families_have_the_names_and_labels_of_vllm():
         "request_decode_time_seconds_count", "request_prompt_tokens_sum",
         "request_generation_tokens_sum", "request_max_num_generation_tokens_sum",
         "request_params_max_tokens_sum", "request_params_n_sum", "iteration_tokens_total_count",
+        "request_prefill_kv_computed_tokens_sum",
     ):  # fmt: skip
         assert f'vllm:{name}{{engine="0",model_name="fake"}}' in text, name
     assert 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="fake"}' in text
@@ -67,6 +70,7 @@ async def test_families_have_the_names_and_labels_of_vllm():
 @in_loop
 async def test_a_request_is_counted_once_in_every_family():
     engine = ScriptedEngine(says("abc"))
+    engine.cached = lambda request: 1
     engine.records.append(StepRecord(0, 0.0, 1, 0, 2, 30, 1, 0, 0, 0, 0))
     async with http(engine) as (plain, client):
         before = await scrape(plain)
@@ -76,6 +80,7 @@ async def test_a_request_is_counted_once_in_every_family():
     gained = {key: value - before.get(key, 0) for key, value in found.items()}
     assert gained["jaxinfer:request_success_total", "length"] == 2
     assert gained["jaxinfer:request_prompt_tokens_sum",] == 4
+    assert gained["jaxinfer:request_prefill_kv_computed_tokens_sum",] == 2
     assert gained["jaxinfer:request_generation_tokens_sum",] == 6
     assert gained["jaxinfer:request_params_max_tokens_sum",] == 6
     assert gained["jaxinfer:request_params_n_sum",] == 2
@@ -88,6 +93,17 @@ async def test_a_request_is_counted_once_in_every_family():
     steps = ("jaxinfer:iteration_tokens_total_sum",)
     assert found[steps] > 32 and again[steps] == found[steps], "a step is counted once"
     assert found["jaxinfer:pages", "free"] == 7 and found["jaxinfer:slots",] == 2
+
+
+@in_loop
+async def test_steps_count_however_seldom_somebody_asks():
+    """The engine forgets old ones."""
+    engine = ScriptedEngine(echo)
+    async with http(engine) as (plain, _):
+        for step in range(3):
+            engine.records = deque([StepRecord(step, 0.0, 1, 0, 5, 0, 0, 0, 0, 0, 0)], maxlen=1)
+            await asyncio.sleep(3 * CHECK_SECONDS)
+        assert (await scrape(plain))["jaxinfer:iteration_tokens_total_sum",] == 15
 
 
 @in_loop

@@ -198,7 +198,7 @@ class Server:
         served = ServedModel(opened, frontend, histograms)
         self._service.served = self._control.served = served
         self._http.serve(served)
-        watch = asyncio.create_task(self._watch(frontend))
+        watch = asyncio.create_task(self._watch(served))
         try:
             await self._stopping.wait()
             logger.info("draining", extra={"timeout": self.config.drain_timeout})
@@ -210,11 +210,12 @@ class Server:
         self._control.close()
         logger.info("stopped", extra=dataclasses.asdict(frontend.counters))
 
-    async def _watch(self, frontend: Frontend) -> None:
-        """Keep health true to the engine's state."""
+    async def _watch(self, served: ServedModel) -> None:
+        """Keep health true to the engine's state, and count its steps while it remembers them."""
         before: str | None = None
         while True:
-            reason = frontend.check()
+            reason = served.frontend.check()
+            served.histograms.steps([*served.frontend.engine.records])
             if reason != before:
                 await self._set_health(serving=not reason)
                 if reason:

@@ -154,6 +154,11 @@ class _Families:
             ("request_decode_time_seconds", "From the first token to the end.", found.decode),
             ("request_inference_time_seconds", "From a slot to the end.", found.computed),
             ("request_prompt_tokens", "Of a request.", found.prompt),
+            (
+                "request_prefill_kv_computed_tokens",
+                "Of a request's prompt, without what the prefix cache had.",
+                found.prompt_computed,
+            ),
             ("request_generation_tokens", "Of a request.", found.generated),
             ("request_max_num_generation_tokens", "Of a request.", found.generated),
             ("request_params_max_tokens", "Output limit of a request.", found.limit),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from jaxinfer.load import StepRecord
 from jaxinfer.request import FinishReason
@@ -66,6 +66,7 @@ class Histograms:
         self.whole, self.queued = Histogram(REQUEST), Histogram(REQUEST)
         self.prefill, self.decode, self.computed = (Histogram(REQUEST) for _ in range(3))
         self.prompt, self.generated, self.limit = (Histogram(tokens) for _ in range(3))
+        self.prompt_computed = Histogram(tokens)
         self.samples = Histogram(SAMPLES)
         self.step_tokens = Histogram(STEP_TOKENS)
         self.ends: dict[FinishReason, int] = dict.fromkeys(FinishReason, 0)
@@ -92,14 +93,22 @@ class Histograms:
             if sample.generated > 1:
                 self.mean_between_tokens.observe((total - first) / (sample.generated - 1))
         self.prompt.observe(len(request.prompt))
+        if queued is not None:
+            self.prompt_computed.observe(len(request.prompt) - output.cached_tokens)
         self.generated.observe(sample.generated)
         self.limit.observe(request.max_new_tokens)
         if not output.index:
             self.samples.observe(request.params.n)
 
-    def steps(self, records: Iterable[StepRecord]) -> None:
-        """Count the steps that are newer than those counted before."""
-        for record in records:
-            if record.step > self._last_step:
-                self.step_tokens.observe(record.decodes + record.chunk_tokens)
-                self._last_step = record.step
+    def steps(self, records: Sequence[StepRecord]) -> None:
+        """Count the steps that are newer than those counted before; the newest are the last.
+
+        The engine keeps the records of its last steps alone, so this has to be called more often
+        than those take, however seldom anybody scrapes.
+        """
+        new = itertools.takewhile(lambda r: r.step > self._last_step, reversed(records))
+        newest = self._last_step
+        for record in new:
+            self.step_tokens.observe(record.decodes + record.chunk_tokens)
+            newest = max(newest, record.step)
+        self._last_step = newest
