@@ -93,6 +93,27 @@ async def test_the_time_a_request_gives_itself_is_its_deadline():
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "timeout"
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"), [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
+)
+def test_a_stream_that_ends_before_it_began_has_the_status_of_its_error(path, asked):
+    """Or no client and no load balancer would try again."""
+
+    @in_loop
+    async def ask():
+        engine = ScriptedEngine(forever)
+        engine.late = "is late"
+        async with http(engine) as (plain, _):
+            asked_now = asked | {"stream": True}
+            late = await plain.post(path, json=asked_now | {"timeout": 9})
+            assert late.status_code == 504 and "is late" in late.json()["error"]["message"]
+            engine.fail_with = RuntimeError("broken")
+            failed = await plain.post(path, json=asked_now)
+            assert failed.status_code == 503 and failed.headers["retry-after"]
+
+    ask()
+
+
 # -- what a body may cost ------------------------------------------------------------------------
 
 

@@ -167,7 +167,7 @@ async def _whole(asks: Sequence[Ask], shape: Shape) -> dict[str, Any]:
 
 
 async def stream(asks: Sequence[Ask], shape: Shape, with_usage: bool, request: Request) -> Response:
-    """Server-sent events. What is wrong with the asks is raised before any.
+    """Server-sent events. An end without any output is raised: it has a status of its own.
 
     Ends the asks if the client leaves, be it before the first event: they may wait for long.
     """
@@ -194,15 +194,19 @@ async def _events(asks: Sequence[Ask], shape: Shape, with_usage: bool) -> AsyncG
         call, tally = started.call(shape.id_prefix), Tally(started)
         event = _chunks(call, shape.chunk_kind, ',"usage":null' if with_usage else "")
         prompts = started.prompts() if shape.with_prompt else [""] * started.choices
-        for index, prompt in enumerate(prompts):
-            if head := shape.head(index, prompt):
-                yield event(head)
+        heads = [head for each in enumerate(prompts) if (head := shape.head(*each))]
+        begun = False
         try:
             async for delta in deltas:
                 tally.add(delta)
-                if choice := shape.part(delta):
+                part = shape.part(delta)
+                for choice in (*heads, *([part] if part else ())):
+                    begun = True
                     yield event(choice)
+                heads = []
         except Exception as error:
+            if not begun:  # there is still a status to say it with
+                raise
             yield _event(_json(errors.body_of(error)[1]))
             return
         if with_usage:
