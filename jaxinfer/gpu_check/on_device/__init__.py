@@ -7,6 +7,8 @@ without a GPU: tiny sizes, interpreted on the CPU, and the full sizes compiled.
 
     registry.py   `DeviceCase`, one kernel with one model's shapes, and the list of all
     attention.py  the cases of attention
+    products.py   those of products with quantised weights and of experts
+    others.py     those of the sampler's threshold and of writing pages
     xla.py        what XLA computes of a step, held against the same floors
     baselines.py  others' attention for the same inputs
     timing.py     how a kernel is timed
