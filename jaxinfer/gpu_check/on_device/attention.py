@@ -3,9 +3,10 @@ reference, and timed beside others' attention."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -19,8 +20,14 @@ from jaxinfer.gpu_check.on_device.baselines import dense_baselines
 from jaxinfer.gpu_check.on_device.registry import DeviceCase, Inputs, Purpose, Sizes
 from jaxinfer.roofline import kernels
 from jaxinfer.roofline.kernels import AttentionShape, Work
-from pallas_kernels.paged_attention import TILE_ROWS, triton_decode, triton_prefill
-from pallas_kernels.paged_attention.dispatch import PAGES
+from pallas_kernels.paged_attention import (
+    TILE_ROWS,
+    mosaic_decode,
+    mosaic_prefill,
+    triton_decode,
+    triton_prefill,
+)
+from pallas_kernels.paged_attention.dispatch import HOPPER, PAGES, hopper_takes
 from pallas_kernels.paged_attention.triton_blocks import Pool, power_of_two, shape_name
 from pallas_kernels.tuning import Tiling
 
@@ -42,10 +49,34 @@ MASKED = -1e30
 
 
 def attention_device_cases() -> Iterator[DeviceCase]:
-    """Decode and prefill for each of `ATTENTION`."""
+    """Decode and prefill for each of `ATTENTION`, and by Hopper's own kernels what they take."""
     for case in ATTENTION:
-        yield _case(case, "decode", DECODE, decode_tilings(case), DECODE_TARGET)
-        yield _case(case, "prefill", PREFILL, prefill_tilings(case), PREFILL_TARGET)
+        decode = _case(case, "decode", DECODE, decode_tilings(case), DECODE_TARGET)
+        prefill = _case(case, "prefill", PREFILL, prefill_tilings(case), PREFILL_TARGET)
+        yield from (decode, prefill)
+        if hopper_takes(case.head_dim, _value_dim(case), case.page_size, case.pages):
+            yield _by_mosaic(decode, "decode", _run_hopper_decode, case)
+            yield _by_mosaic(prefill, "prefill", _run_hopper_prefill, case)
+
+
+def _by_mosaic(
+    by_triton: DeviceCase, phase: str, run: Callable[..., Array], case: Attention
+) -> DeviceCase:
+    return dataclasses.replace(
+        by_triton,
+        kernel=f"attention, {phase}, mosaic",
+        run=functools.partial(run, case),
+        tuned=None,
+        tilings=(),
+        baselines={},
+        oldest=HOPPER,
+        newest=HOPPER,
+        interpretable=phase == "decode",  # of prefill it takes minutes
+    )
+
+
+def _value_dim(case: Attention) -> int:
+    return case.value_dim or case.head_dim
 
 
 def _case(
@@ -60,7 +91,6 @@ def _case(
         "prefill": (_make_prefill, _run_prefill, _prefill_work),
     }[phase]
     kernel = triton_decode.TUNED if phase == "decode" else triton_prefill.TUNED
-    value_dim = case.value_dim or case.head_dim
     pool = _pool(case, 1)
     return DeviceCase(
         kernel=kernel,
@@ -71,7 +101,7 @@ def _case(
         reference=functools.partial(_reference, case),
         work=functools.partial(work, case),
         tolerance=TOLERANCE,
-        tuned=(kernel, shape_name(pool, case.group, value_dim, case.window)),
+        tuned=(kernel, shape_name(pool, case.group, _value_dim(case), case.window)),
         tilings=tilings,
         baselines=dense_baselines(case, phase),
         target=target,
@@ -201,7 +231,7 @@ def _pool(case: Attention, pages: int) -> Pool:
 def _how(case: Attention) -> dict[str, Any]:
     return {
         "scale": case.head_dim**-0.5,
-        "value_dim": case.value_dim or case.head_dim,
+        "value_dim": _value_dim(case),
         "window": case.window,
         "soft_cap": case.soft_cap,
     }
@@ -219,6 +249,24 @@ def _run_decode(case: Attention, inputs: Inputs, interpret: bool, tiling: Tiling
 def _run_prefill(case: Attention, inputs: Inputs, interpret: bool, tiling: Tiling | None) -> Array:
     arrays = (inputs["q"], _given(inputs), inputs["table"], inputs["tiles"], inputs["sinks"])
     return triton_prefill.paged_prefill(*arrays, **_how(case), interpret=interpret, tiling=tiling)
+
+
+def _run_hopper_decode(
+    case: Attention, inputs: Inputs, interpret: bool, tiling: Tiling | None
+) -> Array:
+    arrays = (inputs[name] for name in ("q", "k", "v", "table", "lens", "sinks"))
+    return mosaic_decode.paged_attention(*arrays, **_hopper_how(case), interpret=interpret)
+
+
+def _run_hopper_prefill(
+    case: Attention, inputs: Inputs, interpret: bool, tiling: Tiling | None
+) -> Array:
+    arrays = (inputs[name] for name in ("q", "k", "v", "table", "tiles", "sinks"))
+    return mosaic_prefill.paged_prefill(*arrays, **_hopper_how(case), interpret=interpret)
+
+
+def _hopper_how(case: Attention) -> dict[str, Any]:
+    return {name: value for name, value in _how(case).items() if name != "value_dim"}
 
 
 def _reference(case: Attention, inputs: Inputs) -> Float[Array, "T KV G vd"]:
