@@ -144,5 +144,5 @@ def test_arrays_that_do_not_go_together_are_refused():
         attend(q, pool, pool, table, lens, k_scale=scale)
     with pytest.raises(ValueError, match="both k_scale and v_scale"):
         attend(q, pool, None, table, lens, value_dim=8, k_scale=scale, v_scale=scale)
-    with pytest.raises(ValueError, match="takes v_pool, or value_dim"):
+    with pytest.raises(ValueError, match="either v_pool or the value_dim"):
         attend(q, pool, None, table, lens)
