@@ -35,7 +35,8 @@ def serve_process(*args):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "jaxinfer_service", "serve", *args, "--port", str(port)]
+    ports = ("--port", str(port), "--http-port", "0")
+    command = [sys.executable, "-m", "jaxinfer_service", "serve", *args, *ports]
     process = subprocess.Popen(
         [str(part) for part in command], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
     )
@@ -91,7 +92,7 @@ def test_a_signal_while_loading_leaves_at_once_with_0(tmp_path):
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line():
-    done = in_process("serve", "/nowhere/model", "--port", "0")
+    done = in_process("serve", "/nowhere/model", "--port", "0", "--no-http")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("jaxinfer: /nowhere/model does not exist")
@@ -102,7 +103,7 @@ def test_the_port_is_checked_before_the_model():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = in_process("serve", "/nowhere/model", "--port", port)
+        done = in_process("serve", "/nowhere/model", "--port", port, "--no-http")
     assert done.returncode == 1 and "the port is in use" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 

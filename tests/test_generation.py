@@ -301,7 +301,7 @@ def test_options_are_checked_before_a_model_is_loaded(tmp_path: Path) -> None:
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for m in messages %}")
     (tmp_path / "generation_config.json").write_text('{"top_p": 7}')
-    for command in (("serve", "/nowhere"), ("generate", "/nowhere", "-p", "x")):
+    for command in (("serve", "/nowhere", "--no-http"), ("generate", "/nowhere", "-p", "x")):
         for option, value, message in (
             ("--chat-template", broken, "broken.jinja: line 1: "),
             ("--chat-template", tmp_path / "none", "cannot be read: No such file"),

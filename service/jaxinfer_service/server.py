@@ -109,6 +109,7 @@ class Server:
 
         Raises ListenError, or what `open_model` raises; then nothing is left running.
         """
+        check_listen(self.config.host, self.config.port)  # if both are taken, this one is named
         http = self._bind_http()
         try:
             server = self._bind()
@@ -149,7 +150,6 @@ class Server:
 
     def _bind(self) -> grpc.aio.Server:
         host, port = self.config.host, self.config.port
-        check_listen(host, port)
         guard = GrpcGuard(self.config.access)
         server = grpc.aio.server(options=_OPTIONS, interceptors=[guard])
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
