@@ -103,7 +103,7 @@ DEFECTS: dict[str, tuple[Change, list[str]]] = {
     "tensor the index lacks": (unlisted, [INDEX, DOWN, "not in weight_map"]),
     "missing shard and no index": (no_index, [name(1), "missing"]),
     "index of numbers": (lambda f, m: write_index(f, m | {DOWN: 7}), [INDEX, "not a file name"]),  # type: ignore[dict-item]
-    "cut index": (lambda f, _: (f / INDEX).write_text('X,
+    "cut index": (lambda f, _: (f / INDEX).write_text('{"weight_map": {'), [INDEX, "not valid"]),
 }
 
 
