@@ -173,7 +173,7 @@ async def test_a_deadline_ends_the_stream_even_if_the_engine_hangs():
         out = await whole(front, "x", timeout=0.05)
         assert out.finish.reason is FinishReason.DEADLINE
         engine.gate.set()
-        await until(lambda: not engine.has_work)
+        await until(lambda: engine.aborted and not engine.has_work)
         assert [a.reason for a in engine.aborted] == [FinishReason.DEADLINE]
 
 
