@@ -31,7 +31,7 @@ from typing import Any
 from jaxinfer import sampler_outcomes as outcomes
 from jaxinfer.compile_watch import CompileWatch
 from jaxinfer.expert_load import ExpertLoad
-from jaxinfer.load import KEPT_LATENCIES, Load, Percentiles, StepRecord
+from jaxinfer.load import KEPT_LATENCIES, Load, Percentiles, SlotRow, StepRecord
 from jaxinfer.memory_plan import MemoryPlan
 from jaxinfer.request import (
     Abort,
@@ -45,7 +45,7 @@ from jaxinfer.request import (
 )
 from jaxinfer.runner import StepResult, StepRunner
 from jaxinfer.scheduler import Scheduler
-from jaxinfer.sequence import Sequence
+from jaxinfer.sequence import NO_SLOT, Sequence
 from jaxinfer.step_plan import StepPlan
 from jaxinfer.validation import EngineLimits
 
@@ -245,8 +245,13 @@ class Engine:
         return self.scheduler.records
 
     def page_states(self) -> list[bytes]:
-        """By KV group, one byte a page but the null page: 0 free, 1 used, 2 cached."""
+        """By KV group, one byte a page but the null page: see `page_allocator`."""
         return [allocator.states() for allocator in self.scheduler.allocators]
+
+    def slot_rows(self) -> list[SlotRow]:
+        """The sequences that have a slot, as far as they are."""
+        rows = (SlotRow.of(sequence) for sequence in [*self.scheduler.running])
+        return [row for row in rows if row.slot != NO_SLOT]  # it may have lost it meanwhile
 
     def load(self) -> Load:
         """What the engine was doing when its last step ended: all figures are of that moment."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxinfer.expert_load import ExpertLoad
-from jaxinfer.load import Load, StepRecord
+from jaxinfer.load import Load, SlotRow, StepRecord
 from jaxinfer.request import Command, Counters, FinishReason, SequenceEvent
 from jaxinfer.stream import Sample
 
@@ -25,7 +25,9 @@ class EngineView(Protocol):
 
     def load(self) -> Load: ...
 
-    def page_states(self) -> list[bytes]: ...  # by KV group, a byte a page: free, used, cached
+    def page_states(self) -> list[bytes]: ...  # by KV group, a byte a page: see `page_allocator`
+
+    def slot_rows(self) -> list[SlotRow]: ...  # the sequences that have a slot
 
     @property
     def experts(self) -> ExpertLoad | None: ...  # None for a model without

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxinfer.request import Counters
+from jaxinfer.sequence import Sequence as EngineSequence
 
 KEPT_RECORDS = 4096  # steps whose records are kept
 KEPT_LATENCIES = 1024  # requests whose latencies the percentiles are taken over
@@ -27,6 +28,30 @@ class StepRecord(NamedTuple):
     free_pages: int
     cached_pages: int  # nobody's now, kept for requests that begin alike
     used_pages: int
+
+
+class SlotRow(NamedTuple):
+    """What a slot's sequence has done so far, in tokens."""
+
+    slot: int
+    request_id: str
+    prompt: int
+    cached: int  # of the prompt, by the prefix cache
+    computed: int  # positions whose keys and values are in its pages, or on their way
+    outputs: int
+    most: int  # prompt and outputs in the end, at most
+
+    @classmethod
+    def of(cls, sequence: EngineSequence) -> SlotRow:
+        return cls(
+            sequence.slot,
+            sequence.request.id,
+            sequence.prompt_len,
+            sequence.cached_tokens,
+            sequence.num_computed_tokens,
+            sequence.num_outputs,
+            sequence.most_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

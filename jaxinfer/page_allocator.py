@@ -1,7 +1,8 @@
 """Which pages of a KV group are in use. Host only; page 0 is the null page and never handed out.
 
-A page is *free*, *used* while sequences hold it, or *cached*: nobody holds it, but what it contains
-is worth keeping. Cached pages are evicted, least recently used first, only when no page is free.
+A page is *free*, *used* while sequences hold it (*shared* if several do), or *cached*: nobody holds
+it, but what it contains is worth keeping. Cached pages are evicted, least recently used first, only
+when no page is free.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 NULL_PAGE = 0
-FREE, USED, CACHED = 0, 1, 2
+FREE, USED, CACHED, SHARED = 0, 1, 2, 3
 
 
 class OutOfPagesError(RuntimeError):
@@ -112,8 +113,8 @@ class PageAllocator:
             self._free.append(page)
 
     def states(self) -> bytes:
-        """One byte a page but the null page: FREE, USED or CACHED."""
-        states = bytearray([USED]) * self.num_pages
+        """One byte a page but the null page: FREE, USED, SHARED or CACHED."""
+        states = bytearray(SHARED if holders > 1 else USED for holders in self._holders)
         for page in self._free.copy():
             states[page] = FREE
         for page in self._idle.copy():

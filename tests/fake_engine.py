@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer.expert_load import ExpertLoad
-from jaxinfer.load import Load, Percentiles, StepRecord
+from jaxinfer.load import Load, Percentiles, SlotRow, StepRecord
 from jaxinfer.request import (
     Abort,
     Counters,
@@ -129,6 +129,14 @@ class ScriptedEngine:
     def page_states(self) -> list[bytes]:
         used = min(len(self.running), PAGES - 2)
         return [bytes([1] * used + [0] * (PAGES - 2 - used) + [2])]
+
+    def slot_rows(self) -> list[SlotRow]:
+        rows = [*self.running.values()]
+        return [
+            SlotRow(slot, r.id, len(r.prompt), self.cached(r), len(r.prompt) + done, done,
+                    len(r.prompt) + r.max_new_tokens)
+            for slot, (r, _, done) in enumerate(rows)
+        ]  # fmt: skip
 
     def _pages(self) -> tuple[int, int, int]:
         (states,) = self.page_states()

@@ -53,7 +53,7 @@ def test_a_frame_shows_every_figure():
         "slots     3 of 8 used",
         "          ###.....",
         "queue     5 waiting, 700 prompt tokens",
-        "KV pages  1 used #, 3 cached +, 6 free ., of 10 with 16 tokens",
+        "KV pages  1 used # (shared =), 3 cached +, 6 free ., of 10 with 16 tokens",
         "          ##+++" + "." * 45,
         "tokens/s  30 prefill, 6 decode, in 2 steps/s",
         "TTFT      p50 12.5 ms, p90 1000.0 ms, p99 2000.0 ms",
@@ -131,7 +131,7 @@ def test_once_prints_one_frame_of_a_server_at_work():
     assert len(done.stdout.splitlines()) == 13
     assert lines["server"].startswith(f"fake at {address}, up ")
     assert lines["slots"] == "2 of 2 used" and lines["queue"] == "1 waiting, 3 prompt tokens"
-    assert "2 used #, 1 cached +, 5 free ., of 8 with 16 tokens" in lines["KV"]
+    assert "2 used # (shared =), 1 cached +, 5 free ., of 8 with 16 tokens" in lines["KV"]
     assert "          ##.....+" in done.stdout.splitlines()
     prefill, decode = (int(part.split()[0]) for part in lines["tokens/s"].split(", ")[:2])
     assert prefill == 0 and 20 < decode <= 2 / 0.005

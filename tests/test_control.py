@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from jaxinfer_service import control, version
 from jaxinfer_service.client import AsyncClient, violations
-from jaxinfer_service.control import MAX_STEPS, MAX_WATCHERS, page_map, steps_after
+from jaxinfer_service.live import MAX_STEPS, MAX_WATCHERS, page_map, steps_after
 from jaxinfer_service.model import OpenedModel
 from jaxinfer_service.pb.jaxinfer.v1 import control_pb2 as pb
 from jaxinfer_service.server import Server, ServerConfig

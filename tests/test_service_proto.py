@@ -75,5 +75,5 @@ def test_the_stubs_need_no_newer_protobuf_than_the_project_does():
 
 def test_the_wheel_carries_the_proto_files():
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    (pattern,) = config["tool"]["setuptools"]["package-data"]["jaxinfer_service"]
+    pattern = config["tool"]["setuptools"]["package-data"]["jaxinfer_service"][0]
     assert sorted(p.relative_to(PB) for p in PB.parent.glob(pattern)) == FILES

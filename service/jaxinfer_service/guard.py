@@ -24,7 +24,12 @@ from jaxinfer_service.http import errors
 
 # Health, reflection, metrics and what a page needs to load are open: probes have no keys.
 _ROLES: dict[str, Role] = {servicer.SERVICE_NAME: "inference", control.SERVICE_NAME: "admin"}
-_GUARDED = ("/v1/", "/tokenize", "/detokenize")
+_PATHS: dict[str, Role] = {
+    "/v1/": "inference",
+    "/tokenize": "inference",
+    "/detokenize": "inference",
+    "/live": "admin",
+}
 _REFUSALS = (UnauthenticatedError, ForbiddenError, TooManyError)
 
 
@@ -69,12 +74,13 @@ class HttpGuard:
         self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(_GUARDED):
+        role = _role(scope["path"]) if scope["type"] == "http" else None
+        if role is None:
             await self._app(scope, receive, send)
             return
         token = bearer(Headers(scope=scope).get("authorization"))
         try:
-            with self._access.granted(token, "inference"):
+            with self._access.granted(token, role):
                 await self._app(scope, receive, send)
         except _REFUSALS as error:
             code, body = errors.body_of(error)
@@ -82,3 +88,8 @@ class HttpGuard:
             if isinstance(error, TooManyError):
                 headers["Retry-After"] = str(math.ceil(error.retry_after))
             await JSONResponse(body, code, headers)(scope, receive, send)
+
+
+def _role(path: str) -> Role | None:
+    """Which role a path needs; None for any caller."""
+    return next((role for begin, role in _PATHS.items() if path.startswith(begin)), None)

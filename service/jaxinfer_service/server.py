@@ -32,6 +32,7 @@ from jaxinfer_service.guard import GrpcGuard, HttpGuard
 from jaxinfer_service.http.app import HttpFront
 from jaxinfer_service.http.body import MOST_BYTES
 from jaxinfer_service.http.server import HttpServer
+from jaxinfer_service.live import LiveView
 from jaxinfer_service.metrics.histograms import Histograms
 from jaxinfer_service.model import OpenedModel, ServedModel
 from jaxinfer_service.servicer import InferenceService
@@ -94,8 +95,9 @@ class Server:
         self.port = self.http_port = 0  # the real ones, once bound
         self._open_model = open_model
         self._service = InferenceService()
-        self._control = ControlService()
-        self._http = HttpFront(config.metrics_prefix)
+        self._live = LiveView()
+        self._control = ControlService(self._live)
+        self._http = HttpFront(config.metrics_prefix, self._live)
         self._health = health.aio.HealthServicer()
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -207,7 +209,7 @@ class Server:
             await self._set_health(serving=False)
         await _first(frontend.drain(self.config.drain_timeout), self._hurry.wait())
         await asyncio.to_thread(frontend.stop)
-        self._control.close()
+        self._live.close()
         logger.info("stopped", extra=dataclasses.asdict(frontend.counters))
 
     async def _watch(self, served: ServedModel) -> None:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 CALL_SECONDS = 5.0  # for the first answer
 WIDTH, MAP_LINES = (40, 120), 4  # columns of a frame, lines of a KV group's page map
-FREE, USED, CACHED = ".", "#", "+"
-_CELLS = bytes.maketrans(bytes([0, 1, 2]), (FREE + USED + CACHED).encode())
+FREE, USED, CACHED, SHARED = ".", "#", "+", "="
+_CELLS = bytes.maketrans(bytes(range(4)), (FREE + USED + CACHED + SHARED).encode())
 _LABEL = 10  # columns
 
 
@@ -144,8 +144,8 @@ def _page_rows(update: pb.WatchLoadResponse, width: int) -> Iterator[tuple[str, 
     total = pages.used + pages.cached + pages.free
     yield (
         "KV pages",
-        f"{pages.used} used {USED}, {pages.cached} cached {CACHED}, {pages.free} free {FREE},"
-        f" of {total} with {size} tokens",
+        f"{pages.used} used {USED} (shared {SHARED}), {pages.cached} cached {CACHED}, {pages.free}"
+        f" free {FREE}, of {total} with {size} tokens",
     )
     for group in update.page_maps:
         cells = group.cells.translate(_CELLS).decode()

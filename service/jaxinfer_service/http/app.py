@@ -15,9 +15,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from jaxinfer.request import EngineStoppedError
 from jaxinfer.text import Prompt
 from jaxinfer_service import status, version
-from jaxinfer_service.http import answers, errors, schema
+from jaxinfer_service.http import answers, errors, page, schema
 from jaxinfer_service.http.body import BoundedBody
 from jaxinfer_service.http.generation import Ask, answer, stream
+from jaxinfer_service.live import INTERVAL, MAP_CELLS, LiveView
 from jaxinfer_service.metrics.collector import Metrics
 from jaxinfer_service.model import ServedModel, loaded
 
@@ -25,8 +26,9 @@ from jaxinfer_service.model import ServedModel, loaded
 class HttpFront:
     """The app, which answers 503 until `serve` is called."""
 
-    def __init__(self, metrics_prefix: str) -> None:
+    def __init__(self, metrics_prefix: str, live: LiveView) -> None:
         self.served: ServedModel | None = None
+        self._live = live
         self._metrics = Metrics(metrics_prefix)
         self.app = FastAPI(title="jaxinfer", version=version(), docs_url=None, redoc_url=None)
         errors.install(self.app)
@@ -50,6 +52,8 @@ class HttpFront:
             self.app.head(path, include_in_schema=False)(self.health)
         self.app.get("/version")(self.version)
         self.app.get("/metrics")(self.metrics)
+        self.app.get("/", include_in_schema=False)(page.page)
+        self.app.get("/live")(self.live)
 
     def _model(self, name: str = "") -> ServedModel:
         """The served model. Raises EngineStoppedError while there is none, ModelNotFoundError for
@@ -132,6 +136,10 @@ class HttpFront:
 
     async def metrics(self) -> Response:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def live(self, interval: float = INTERVAL, cells: int = MAP_CELLS) -> Response:
+        """The engine's load, steps, slots and page maps, every `interval` seconds."""
+        return await page.live(self._live, self._model(), interval, cells)
 
     async def version(self) -> dict[str, str]:
         return {"version": version()}

@@ -163,16 +163,18 @@ class WatchLoadRequest(_message.Message):
     def __init__(self, interval: _Optional[float] = ..., map_cells: _Optional[int] = ...) -> None: ...
 
 class WatchLoadResponse(_message.Message):
-    __slots__ = ("load", "steps", "steps_left_out", "page_maps")
+    __slots__ = ("load", "steps", "steps_left_out", "page_maps", "rows")
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEPS_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     PAGE_MAPS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     load: LoadResponse
     steps: _containers.RepeatedCompositeFieldContainer[StepRecord]
     steps_left_out: int
     page_maps: _containers.RepeatedCompositeFieldContainer[PageMap]
-    def __init__(self, load: _Optional[_Union[LoadResponse, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[StepRecord, _Mapping]]] = ..., steps_left_out: _Optional[int] = ..., page_maps: _Optional[_Iterable[_Union[PageMap, _Mapping]]] = ...) -> None: ...
+    rows: _containers.RepeatedCompositeFieldContainer[SlotRow]
+    def __init__(self, load: _Optional[_Union[LoadResponse, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[StepRecord, _Mapping]]] = ..., steps_left_out: _Optional[int] = ..., page_maps: _Optional[_Iterable[_Union[PageMap, _Mapping]]] = ..., rows: _Optional[_Iterable[_Union[SlotRow, _Mapping]]] = ...) -> None: ...
 
 class StepRecord(_message.Message):
     __slots__ = ("step", "time", "running", "waiting", "decodes", "chunk_tokens", "admitted", "preempted", "pages")
@@ -195,6 +197,24 @@ class StepRecord(_message.Message):
     preempted: int
     pages: Pages
     def __init__(self, step: _Optional[int] = ..., time: _Optional[float] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., decodes: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., admitted: _Optional[int] = ..., preempted: _Optional[int] = ..., pages: _Optional[_Union[Pages, _Mapping]] = ...) -> None: ...
+
+class SlotRow(_message.Message):
+    __slots__ = ("slot", "request_id", "prompt_tokens", "cached_tokens", "computed_tokens", "output_tokens", "most_tokens")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    request_id: str
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    output_tokens: int
+    most_tokens: int
+    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., most_tokens: _Optional[int] = ...) -> None: ...
 
 class PageMap(_message.Message):
     __slots__ = ("pages", "cells")
