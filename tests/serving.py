@@ -48,7 +48,9 @@ async def serving_model(open_model, client=None, **config):
             task.result()
         await asyncio.sleep(0.01)
     try:
-        async with AsyncClient(f"{scheme}127.0.0.1:{server.port}", **client or {}) as caller:
+        async with AsyncClient(
+            f"{scheme}127.0.0.1:{server.port}", **{"retries": 0} | (client or {})
+        ) as caller:
             await caller.wait_ready(600)
             yield server, caller
     finally:

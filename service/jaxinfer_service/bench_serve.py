@@ -118,7 +118,7 @@ async def _measure(
     progress: report.Report,
 ) -> tuple[list[serve.Record], float]:
     """Wait for the server, send one request to see that it answers, then all of them."""
-    async with AsyncClient(server) as client:
+    async with AsyncClient(server, retries=0) as client:  # refusals are to be seen
         await client.wait_ready(wait)
         transport = GrpcTransport(client)
         probe = await serve.send(transport, items[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,23 @@ import grpc
 KEY_VARIABLE = "JAXINFER_API_KEY"
 TLS_SCHEME = "tls://"
 
-_OPTIONS = (
+_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", -1),  # logprobs of a long output are large
     ("grpc.keepalive_time_ms", 30_000),  # notice a server that vanished during a silent prefill
     ("grpc.keepalive_timeout_ms", 10_000),
 )
+MOST_RETRIES = 4  # gRPC itself makes no more than five tries
+
+# Tried again by gRPC itself, with growing waits of random length, or after the time that a full
+# queue names. Both codes say that nobody works on the call; one whose answer has begun is not tried
+# again. A server that refuses most calls is left in peace (retryThrottling).
+_RETRY = {
+    "initialBackoff": "0.2s",
+    "maxBackoff": "10s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
+}
+_THROTTLE = {"maxTokens": 100, "tokenRatio": 0.5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +41,8 @@ class Connection:
         api_key: sent with every call; None takes the environment's JAXINFER_API_KEY, if any.
         ca: file of the certificates to trust, instead of the system's.
         cert, key: files of the client's own certificate, for servers that ask for one.
+        retries: further tries of an inference call that ended with UNAVAILABLE or
+            RESOURCE_EXHAUSTED before its answer began; the call's timeout bounds all of them.
     """
 
     target: str
@@ -35,14 +50,19 @@ class Connection:
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
+    retries: int = 3
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.retries <= MOST_RETRIES:
+            raise ValueError(f"retries is {self.retries}; gRPC makes 0 to {MOST_RETRIES}")
 
     def channel(self) -> grpc.Channel:
         """A channel for blocking calls."""
         address, credentials = self._parts()
         if credentials is None:
-            channel = grpc.insecure_channel(address, options=_OPTIONS)
+            channel = grpc.insecure_channel(address, options=self._options())
         else:
-            channel = grpc.secure_channel(address, credentials, options=_OPTIONS)
+            channel = grpc.secure_channel(address, credentials, options=self._options())
         key = self._key()
         return grpc.intercept_channel(channel, _KeySender(key)) if key else channel
 
@@ -52,8 +72,20 @@ class Connection:
         key = self._key()
         senders = [_UnarySender(key), _StreamSender(key)] if key else []
         if credentials is None:
-            return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=senders)
-        return grpc.aio.secure_channel(address, credentials, options=_OPTIONS, interceptors=senders)
+            return grpc.aio.insecure_channel(address, options=self._options(), interceptors=senders)
+        return grpc.aio.secure_channel(
+            address, credentials, options=self._options(), interceptors=senders
+        )
+
+    def _options(self) -> tuple[tuple[str, Any], ...]:
+        if not self.retries:
+            return (*_OPTIONS, ("grpc.enable_retries", 0))
+        policy = {
+            "name": [{"service": "jaxinfer.v1.Inference"}],
+            "retryPolicy": _RETRY | {"maxAttempts": self.retries + 1},
+        }
+        config = {"methodConfig": [policy], "retryThrottling": _THROTTLE}
+        return (*_OPTIONS, ("grpc.service_config", json.dumps(config)))
 
     def _key(self) -> str | None:
         return self.api_key or os.environ.get(KEY_VARIABLE)

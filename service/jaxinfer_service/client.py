@@ -6,17 +6,21 @@
             print(chunk.text, end="", flush=True)
 
 A prompt is a text, token ids, or chat messages ({"role": ..., "content": ...}); further keywords
-are `priority`, `tenant`, `cache_salt` and the fields of the `Sampling` message. With `n` samples,
-each chunk has its sample's `index`. `control` is the stub of jaxinfer.v1.Control. Calls raise
-grpc.RpcError; `violations` reads its details. `AsyncClient` is the same for asyncio.
+are those of `Asked`. With `n` samples, each chunk has its sample's `index`. Leaving the loop over a
+stream ends the request on the server. `generate_all` asks many prompts, so many at a time. Calls
+that a server could not take are tried again (`Connection`); those that fail raise grpc.RpcError,
+whose details `violations` reads. `control` is the stub of jaxinfer.v1.Control. `AsyncClient` is
+the same for asyncio.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Any, Self, TypedDict, Unpack
 
 import grpc
 from google.rpc import error_details_pb2
@@ -28,29 +32,48 @@ from jaxinfer_service.pb.jaxinfer.v1 import control_pb2_grpc, inference_pb2_grpc
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+_OF_REQUEST = ("priority", "tenant", "cache_salt")
 
 READY_SECONDS = 600.0  # a first start fetches, converts and compiles
 _POLL_SECONDS = 0.2
 _CHECK_SECONDS = 2.0  # a server that is compiling may take its time to answer
+CONCURRENCY = 32  # calls of `generate_all` at a time
 
 
-def generate_request(
-    prompt: Prompt,
-    model: str = "",
-    *,
-    priority: int | None = None,
-    tenant: str = "",
-    cache_salt: str = "",
-    **sampling: Any,
-) -> pb.GenerateRequest:
-    """The message that asks for an answer to `prompt`."""
-    request = pb.GenerateRequest(
-        model=model,
-        sampling=pb.Sampling(**sampling),
-        priority=priority,
-        tenant=tenant,
-        cache_salt=cache_salt,
-    )
+class Asked(TypedDict, total=False):
+    """What a call may ask besides its prompt: fields of `GenerateRequest` and of `Sampling`.
+
+    The engine's `SamplingParams` and `Scheduling` say what they mean; what is left out is the
+    model's own default.
+    """
+
+    priority: int
+    tenant: str
+    cache_salt: str
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    max_new_tokens: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    include_stop: bool
+    ignore_eos: bool
+    logprobs: int
+    skip_special_tokens: bool
+    n: int
+
+
+def generate_request(prompt: Prompt, model: str = "", **asked: Unpack[Asked]) -> pb.GenerateRequest:
+    """The message that asks for an answer to `prompt`. Raises ValueError for unknown fields."""
+    fields: dict[str, Any] = dict(asked)
+    own = {name: fields.pop(name) for name in _OF_REQUEST if name in fields}
+    request = pb.GenerateRequest(model=model, sampling=pb.Sampling(**fields), **own)
     if isinstance(prompt, str):
         request.text = prompt
     elif prompt and isinstance(prompt[0], Mapping):
@@ -105,17 +128,51 @@ class Client:
         self.channel.close()
 
     def generate(
-        self, prompt: Prompt, *, timeout: float | None = None, model: str = "", **sampling: Any
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        model: str = "",
+        **asked: Unpack[Asked],
     ) -> pb.GenerateResponse:
         """The whole answer at once, within `timeout` seconds."""
-        return self.stub.Generate(generate_request(prompt, model, **sampling), timeout=timeout)
+        return self.stub.Generate(generate_request(prompt, model, **asked), timeout=timeout)
 
     def stream(
-        self, prompt: Prompt, *, timeout: float | None = None, model: str = "", **sampling: Any
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        model: str = "",
+        **asked: Unpack[Asked],
     ) -> Iterable[pb.GenerateChunk]:
-        """The answer as it is made. The call has `cancel()`."""
-        request = generate_request(prompt, model, **sampling)
+        """The answer as it is made. The call has `cancel()`, which dropping it does too."""
+        request = generate_request(prompt, model, **asked)
         return self.stub.GenerateStream(request, timeout=timeout)
+
+    def generate_all(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        concurrency: int = CONCURRENCY,
+        timeout: float | None = None,
+        model: str = "",
+        **asked: Unpack[Asked],
+    ) -> list[pb.GenerateResponse]:
+        """The answers to all prompts in order, `concurrency` of them at a time.
+
+        `timeout` is each call's. The first that fails is raised, once those that run have ended;
+        no others are begun.
+        """
+        with ThreadPoolExecutor(_positive(concurrency)) as pool:
+
+            def one(prompt: Prompt) -> pb.GenerateResponse:
+                return self.generate(prompt, timeout=timeout, model=model, **asked)
+
+            calls = [pool.submit(one, prompt) for prompt in prompts]
+            if wait(calls, return_when=FIRST_EXCEPTION).not_done:
+                pool.shutdown(wait=True, cancel_futures=True)
+        return [call.result() for call in calls if not call.cancelled()]
 
     def tokenize(self, prompt: Prompt, model: str = "", **options: Any) -> list[int]:
         return list(self.stub.Tokenize(tokenize_request(prompt, model, **options)).token_ids)
@@ -144,6 +201,28 @@ class Client:
         raise TimeoutError(f"{self.target} is not serving after {timeout:g} s; last: {last}")
 
 
+class AsyncStream:
+    """The chunks of a call, to be iterated over. Dropping it cancels the call, as `cancel` does:
+    gRPC's own object would live on until the next collection of garbage."""
+
+    def __init__(self, call: Any):
+        self._call, self._chunks = call, aiter(call)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> pb.GenerateChunk:
+        return await anext(self._chunks)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._call.cancel()
+
+    def cancel(self) -> bool:
+        """End the call; False if it has ended."""
+        return bool(self._call.cancel())
+
+
 class AsyncClient:
     """As `Client`, for asyncio. An async context manager."""
 
@@ -164,18 +243,56 @@ class AsyncClient:
         await self.channel.close()
 
     async def generate(
-        self, prompt: Prompt, *, timeout: float | None = None, model: str = "", **sampling: Any
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        model: str = "",
+        **asked: Unpack[Asked],
     ) -> pb.GenerateResponse:
         """The whole answer at once, within `timeout` seconds."""
-        request = generate_request(prompt, model, **sampling)
+        request = generate_request(prompt, model, **asked)
         return await self.stub.Generate(request, timeout=timeout)
 
     def stream(
-        self, prompt: Prompt, *, timeout: float | None = None, model: str = "", **sampling: Any
-    ) -> AsyncIterable[pb.GenerateChunk]:
-        """The answer as it is made. The call has `cancel()`."""
-        request = generate_request(prompt, model, **sampling)
-        return self.stub.GenerateStream(request, timeout=timeout)
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        model: str = "",
+        **asked: Unpack[Asked],
+    ) -> AsyncStream:
+        """The answer as it is made."""
+        request = generate_request(prompt, model, **asked)
+        return AsyncStream(self.stub.GenerateStream(request, timeout=timeout))
+
+    async def generate_all(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        concurrency: int = CONCURRENCY,
+        timeout: float | None = None,
+        model: str = "",
+        **asked: Unpack[Asked],
+    ) -> list[pb.GenerateResponse]:
+        """The answers to all prompts in order, `concurrency` of them at a time.
+
+        `timeout` is each call's, from when it begins. The first that fails is raised, and the
+        others are cancelled.
+        """
+        places = asyncio.Semaphore(_positive(concurrency))
+
+        async def one(prompt: Prompt) -> pb.GenerateResponse:
+            async with places:
+                return await self.generate(prompt, timeout=timeout, model=model, **asked)
+
+        calls = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
+        try:
+            return await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
 
     async def tokenize(self, prompt: Prompt, model: str = "", **options: Any) -> list[int]:
         answer = await self.stub.Tokenize(tokenize_request(prompt, model, **options))
@@ -203,6 +320,12 @@ class AsyncClient:
                 last = _said(error)
             await asyncio.sleep(min(_POLL_SECONDS, left))
         raise TimeoutError(f"{self.target} is not serving after {timeout:g} s; last: {last}")
+
+
+def _positive(concurrency: int) -> int:
+    if concurrency < 1:
+        raise ValueError(f"concurrency is {concurrency}; at least one call has to run at a time")
+    return concurrency
 
 
 def _said(error: Any) -> str:
