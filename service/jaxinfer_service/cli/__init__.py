@@ -19,6 +19,7 @@ from jaxinfer_service.cli.generate import generate
 from jaxinfer_service.cli.keys import make_key
 from jaxinfer_service.cli.options import Command
 from jaxinfer_service.cli.plan import plan
+from jaxinfer_service.cli.run_batch import run_batch
 from jaxinfer_service.cli.serve import serve
 from jaxinfer_service.cli.top import top
 
@@ -36,6 +37,7 @@ _RUN, _WATCH, _CHECKPOINTS, _MEASURE = "Run a model", "Watch", "Checkpoints", "M
 app.command(rich_help_panel=_RUN, cls=Command)(serve)
 app.command(rich_help_panel=_RUN, cls=Command)(generate)
 app.command(rich_help_panel=_RUN, cls=Command)(chat)
+app.command(rich_help_panel=_RUN, cls=Command)(run_batch)
 app.command(rich_help_panel=_RUN, cls=Command)(make_key)
 app.command(rich_help_panel=_WATCH, cls=Command)(top)
 app.command(rich_help_panel=_CHECKPOINTS, cls=Command)(convert)

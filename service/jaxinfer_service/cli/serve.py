@@ -210,10 +210,10 @@ class Source:
 async def _serve(config: ServerConfig, source: Source) -> bool:
     from jaxinfer_service.server import Server
 
-    return await Server(config, lambda: _open(source)).run()
+    return await Server(config, lambda: open_model(source)).run()
 
 
-def _open(source: Source) -> OpenedModel:
+def open_model(source: Source) -> OpenedModel:
     """Load and compile. Runs in a thread, once the port is bound."""
     from jaxinfer.engine_thread import EngineThread
     from jaxinfer.llm import open_engine
