@@ -39,7 +39,7 @@ def next_token(context: list[int]) -> int:
 def expected(request: Request, sees: int | None = None) -> tuple[list[int], FinishReason]:
     """All the fake model answers to a request that nobody cuts short; `sees` are the last tokens
     it sees."""
-    if POISON in request.prompt:
+    if POISON in (request.prompt[-sees:] if sees else request.prompt):
         return [], FinishReason.ERROR
     tokens = list(request.prompt)
     for _ in range(request.max_new_tokens):
