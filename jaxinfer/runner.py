@@ -18,7 +18,7 @@ from jaxinfer.request import SamplingParams, TokenLogprobs
 from jaxinfer.sampler import VARIANTS, Variant
 from jaxinfer.sequence import Sequence
 from jaxinfer.slot_state import pack_admissions, pack_history
-from jaxinfer.step_plan import MAX_PIECES, StepPlan, StepShape, pack
+from jaxinfer.step_plan import MAX_PIECES, StepPlan, StepShape, layout, pack
 
 
 @dataclass(slots=True)
@@ -77,6 +77,7 @@ class Runner:
         self.programs = programs
         self.null_slot = num_slots
         self.params, self.pools, self.slots, self.options, self.history = state
+        self._levels = np.zeros(num_slots + 1, np.int8)  # by slot, see `sampling_level`
         self._table_widths = tuple(table.shape[1] for table in self.slots.page_tables)
 
     def dispatch(self, plan: StepPlan, shape: StepShape | None = None) -> Dispatched:
@@ -93,7 +94,7 @@ class Runner:
         self.pools, self.slots, rows, logits, load = self.programs.forward[shape](
             self.params, self.pools, self.slots, packed
         )
-        variant = _variant(plan)
+        variant = self._variant(plan, packed[layout(shape)["rows"][0]])
         history = self.history if variant == "full" else None
         self.slots, history, out = self.programs.sample[shape.sample_rows, variant](
             logits, rows, self.slots, self.options, history
@@ -128,20 +129,16 @@ class Runner:
             )
             self.slots, self.options = self.programs.admit(self.slots, self.options, packed)
         for sequence in admitted:
+            self._levels[sequence.slot] = sampling_level(sequence.request.params)
             if sequence.request.params.penalised:
                 for upload in pack_history(sequence):
                     self.history = self.programs.load_history(self.history, upload)
 
-
-def _variant(plan: StepPlan) -> Variant:
-    """The least member of the sampler's set that covers every row of the plan."""
-    level = 0
-    for sequence in plan.decodes:
-        level = max(level, sampling_level(sequence.request.params))
-    for piece in plan.pieces:
-        if piece.last:
-            level = max(level, sampling_level(piece.sequence.request.params))
-    return VARIANTS[level]
+    def _variant(self, plan: StepPlan, rows: np.ndarray) -> Variant:
+        """The least member of the sampler's set that covers every row of the plan, whose decodes
+        are in the slots `rows`."""
+        ends = [piece.sequence.slot for piece in plan.pieces if piece.last]
+        return VARIANTS[max(self._levels[rows].max(), self._levels[ends].max(initial=0))]
 
 
 def sampling_level(params: SamplingParams) -> int:
