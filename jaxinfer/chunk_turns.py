@@ -19,12 +19,25 @@ class ChunkTurns:
 
     def __init__(self, waiting: WaitingQueue):
         self._waiting = waiting
+        self._prompts: dict[Sequence, None] = {}  # in progress
         self._passed_over = 0  # chunks in a row
 
-    def in_progress(self, running: Running) -> deque[Sequence]:
+    def add(self, sequence: Sequence) -> None:
+        """A sequence was admitted that has a part of its prompt to compute."""
+        self._prompts[sequence] = None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Its prompt is computed, or it gave up its slot."""
+        del self._prompts[sequence]
+
+    def in_progress(self) -> deque[Sequence]:
         """Sequences with a part of their prompts to compute, in order of their turns."""
-        prefilling = [s for s in running if s.num_computed_tokens < s.prefill_target]
-        return deque(sorted(prefilling, key=lambda s: (s.level, self._waiting.service(s))))
+        served = self._waiting.service
+        return deque(sorted(self._prompts, key=lambda s: (s.level, served(s), s.admission)))
+
+    def check_invariants(self, running: Running) -> None:
+        """AssertionError unless it has those of `running` that have prompts to compute."""
+        assert self._prompts.keys() == {s for s in running if s.prefilling}, "prompts in progress"
 
     def goes_on(self, admitted: Sequence, head: Sequence) -> bool:
         """Whether an admitted sequence goes on before a waiting one begins."""

@@ -161,7 +161,6 @@ class Engine:
         if self.experts is not None and result.expert_load is not None:
             self.experts = self.experts.plus(result.expert_load)
         for row, sequence in plan.sampled():
-            sequence.num_in_flight -= 1
             outcome = row_outcomes[row]
             if sequence.finished or outcome == outcomes.IDLE:
                 continue

@@ -106,6 +106,8 @@ class Pace:
         if not rows or not self._decode_times:
             return 0.0
         rung = _rung(rows)
+        if rung in self._decode_times:
+            return self._decode_times[rung]
         nearest = min(self._decode_times, key=lambda known: (abs(known - rung), known))
         return self._decode_times[nearest]
 

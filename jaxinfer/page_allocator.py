@@ -21,10 +21,10 @@ class OutOfPagesError(RuntimeError):
 class PageAllocator:
     """Hands out pages 1 … num_pages - 1 of one KV group. Last freed, first reused.
 
-    `on_evict` is told of every cached page that is given to someone else.
+    `on_evict` is told of the cached pages that are given to someone else.
     """
 
-    def __init__(self, num_pages: int, on_evict: Callable[[int], None] = lambda page: None):
+    def __init__(self, num_pages: int, on_evict: Callable[[list[int]], None] = lambda pages: None):
         if num_pages < 2:
             raise ValueError(f"num_pages is {num_pages}: a pool needs the null page and one more")
         self.num_pages = num_pages
@@ -55,11 +55,8 @@ class PageAllocator:
         """`count` pages with one holder each, or OutOfPagesError and nothing changed."""
         if count > self.num_available:
             raise OutOfPagesError(f"{count} pages wanted, {self.num_available} available")
-        while len(self._free) < count:
-            page, _ = self._idle.popitem(last=False)
-            self._kept[page] = 0
-            self._on_evict(page)
-            self._free.append(page)
+        if count > len(self._free):
+            self._evict(count - len(self._free))
         if count == 0:
             return []
         pages = self._free[-count:][::-1]
@@ -67,6 +64,14 @@ class PageAllocator:
         for page in pages:
             self._holders[page] = 1
         return pages
+
+    def _evict(self, count: int) -> None:
+        """Free the cached pages that were used longest ago."""
+        pages = [self._idle.popitem(last=False)[0] for _ in range(count)]
+        for page in pages:
+            self._kept[page] = 0
+        self._on_evict(pages)
+        self._free += pages
 
     def hold(self, pages: Iterable[int]) -> None:
         """One more holder for used or cached pages. Raises ValueError for a free one."""
@@ -83,23 +88,24 @@ class PageAllocator:
         Of pages that nobody holds then, the last in the list is evicted first: a sequence's end
         is of less use to others than its beginning.
         """
+        holders, kept, idle, free = self._holders, self._kept, self._idle, self._free
         if len(set(pages)) != len(pages):
             raise ValueError(f"a page is released twice in {pages}")
         for page in pages:
-            if not (NULL_PAGE < page < self.num_pages and self._holders[page]):
+            if not (NULL_PAGE < page < self.num_pages and holders[page]):
                 raise ValueError(f"page {page} is not in use")
         for page in reversed(pages):
-            self._holders[page] -= 1
-            if self._holders[page]:
+            left = holders[page] = holders[page] - 1
+            if left:
                 continue
-            if self._kept[page]:
-                self._idle[page] = None
+            if kept[page]:
+                idle[page] = None
             else:
-                self._free.append(page)
+                free.append(page)
 
     def num_idle(self, pages: Iterable[int]) -> int:
         """How many of these pages are cached, not held by anyone."""
-        return sum(self._holders[page] == 0 for page in pages)
+        return [self._holders[page] for page in pages].count(0)
 
     def keep(self, page: int) -> None:
         """Cache this used page once nobody holds it."""

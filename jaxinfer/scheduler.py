@@ -20,6 +20,7 @@ from collections import deque
 from jaxinfer.admission import Admission
 from jaxinfer.chunk_turns import ChunkTurns
 from jaxinfer.deadlines import Deadlines, check_in_time
+from jaxinfer.decoding import Decoding, urgency
 from jaxinfer.load import KEPT_RECORDS, StepRecord
 from jaxinfer.pace import Pace, StepWatch
 from jaxinfer.page_allocator import PageAllocator
@@ -39,7 +40,11 @@ class Scheduler:
         self.limits, self.policy = limits, policy or SchedulerPolicy()
         policy = self.policy
         self.pages = SequencePages(
-            limits.num_pages, limits.page_size, policy.host_pages, limits.windows
+            limits.num_pages,
+            limits.page_size,
+            policy.host_pages,
+            limits.windows,
+            publishes_outputs=not policy.separate_phases,  # they were computed by another program
         )
         self.waiting = WaitingQueue(
             policy.ageing, dict(policy.tenant_weights), policy.batch_priority
@@ -59,7 +64,7 @@ class Scheduler:
         self._chunk_was_last = False
         self._turns = ChunkTurns(self.waiting)
         self._watch = StepWatch(self.pace)
-        self._complete: list[Sequence] = []  # whose last token the last step computes
+        self._decoding = Decoding(limits.page_size)
 
     @property
     def allocators(self) -> list[PageAllocator]:
@@ -160,20 +165,12 @@ class Scheduler:
     def _leave(self) -> None:
         """Who needs no further step makes room for the next one. Its pages stay until its last
         token is read: they are found by it."""
-        for sequence in self._complete:
-            if sequence.slot != NO_SLOT:
-                self._vacate(sequence)
-                self.leaving.add(sequence)
-        self._complete = []
+        for sequence in self._decoding.complete():
+            self._vacate(sequence)
+            self.leaving.add(sequence)
 
     def _dispatch(self, plan: StepPlan) -> None:
-        number = plan.number
-        for sequence in plan.decodes:
-            sequence.num_computed_tokens += 1
-            sequence.num_in_flight += 1
-            sequence.last_step = number
-        sampled = [*plan.decodes, *(piece.sequence for piece in plan.pieces if piece.last)]
-        self._complete = [s for s in sampled if s.num_computed_tokens >= s.most_tokens - 1]
+        self._decoding.step_planned(plan)
         plan.page_outs, self._page_outs = self._page_outs, []
         streams = len(plan.decodes) or sum(sequence.decodes for sequence in self.running)
         plan.expected = self.pace.expect(len(plan.decodes), plan.chunk_tokens, streams)
@@ -210,12 +207,12 @@ class Scheduler:
 
     def _plan_decodes(self, plan: StepPlan, now: float) -> None:
         """All that can decode, most urgent first, and the pages they need for it."""
-        due = [s for s in self.running if s.num_computed_tokens >= s.decode_until and s.decodes]
-        room = min(self.pages.available, len(due))
-        self._grow(due[:room], plan)
-        for sequence in due[room:]:
+        full = self._decoding.full()
+        room = min(self.pages.available, len(full))
+        self._grow(full[:room], plan)
+        for sequence in full[room:]:
             self._grow_under_pressure(sequence, plan, now)
-        plan.decodes = [s for s in self.running if s.num_computed_tokens < s.decode_until]
+        plan.decodes = self._decoding.ready()
 
     def _grow_under_pressure(self, sequence: Sequence, plan: StepPlan, now: float) -> None:
         """Preempt the last running sequences for a page, itself in the end. While pages are on
@@ -230,34 +227,21 @@ class Scheduler:
 
     def _grow(self, sequences: list[Sequence], plan: StepPlan) -> None:
         """One page more in each group for decoding sequences whose pages are full."""
-        for sequence in sequences:
-            self._publish_output(sequence)
-        for group, pages in enumerate(self.pages.grow(sequences)):
-            plan.deltas += [
-                (group, sequence.slot, len(sequence.pages[group]) - 1, page)
-                for sequence, page in zip(sequences, pages)
-            ]
-        for sequence in sequences:
-            self._let_decode(sequence)
-            self.pages.trim(sequence, sequence.num_computed_tokens)
-            self.waiting.charge(sequence, self.limits.page_size)
-
-    def _let_decode(self, sequence: Sequence) -> None:
-        """Decode without a further look until its pages are full or its output is complete."""
-        room = len(sequence.pages[0]) * self.limits.page_size
-        sequence.decode_until = min(room, sequence.most_tokens - 1)
+        self.pages.note_filled(sequences)
+        plan.deltas += self.pages.grow(sequences)
+        self._decoding.grown(sequences)
+        self.waiting.charge(sequences, self.limits.page_size)
 
     def _plan_chunk_alone(self, plan: StepPlan, now: float) -> bool:
         """A step of prompts only, unless it is the turn of those that decode."""
-        streams = sum(sequence.decodes for sequence in self.running)
-        if self._chunk_was_last and streams:
+        if self._chunk_was_last and self._decoding:
             return False
-        self._plan_chunk(plan, now, self.pace.chunk_budget(streams))
+        self._plan_chunk(plan, now, self.pace.chunk_budget(len(self._decoding)))
         return bool(plan.pieces)
 
     def _plan_chunk(self, plan: StepPlan, now: float, budget: int) -> None:
         """Prompt tokens: by urgency, then by who was served least, those in progress first."""
-        prefilling = self._turns.in_progress(self.running)
+        prefilling = self._turns.in_progress()
         begun, wanted = len(prefilling), bool(prefilling or self.waiting)
         blocked = False
         while budget > 0 and len(plan.pieces) < MAX_PIECES:
@@ -300,14 +284,14 @@ class Scheduler:
             plan.page_ins += self.pages.restore(sequence)
             sequence.prefill_target = sequence.num_computed_tokens = len(sequence.tokens) - 1
             self.pages.trim(sequence, sequence.num_computed_tokens)
-            self._let_decode(sequence)
         if sequence.first_scheduled is None:
             self._count_hits(sequence)
             sequence.first_scheduled = now
         sequence.waited = now - sequence.entered
         self._admissions += 1
         sequence.admission, sequence.tokens_then = self._admissions, len(sequence.tokens)
-        bisect.insort(self.running, sequence, key=_urgency)
+        bisect.insort(self.running, sequence, key=urgency)
+        (self._turns if sequence.prefilling else self._decoding).add(sequence)
         plan.admitted.append(sequence)
         return True
 
@@ -329,14 +313,14 @@ class Scheduler:
         last = start + length == sequence.prefill_target
         plan.pieces.append(Piece(sequence, start, length, last))
         sequence.num_computed_tokens += length
-        self.waiting.charge(sequence, length)
+        self.waiting.charge([sequence], length)
         if last:
-            sequence.num_in_flight += 1
-            self._let_decode(sequence)
+            self._turns.remove(sequence)
+            self._decoding.add(sequence)
         sequence.last_step = plan.number
         # Found from now on: whoever finds these pages reads them in this step or in a later one,
         # and a step writes all its keys and values before it reads any.
-        self._publish(sequence, sequence.num_computed_tokens)
+        self.pages.publish(sequence, sequence.num_computed_tokens)
         self.pages.trim(sequence, start)
         return length
 
@@ -345,17 +329,12 @@ class Scheduler:
     def _pages_for(self, sequence: Sequence) -> int:
         return -(-len(sequence.tokens) // self.limits.page_size)
 
-    def _publish(self, sequence: Sequence, tokens: int) -> None:
-        if self.policy.separate_phases:  # prompts are computed by one program, outputs by another
-            tokens = min(tokens, sequence.prompt_len)
-        self.pages.publish(sequence, tokens)
-
     def _publish_output(self, sequence: Sequence) -> None:
         """What it has computed since its prompt, when it takes a page or gives them all up: who
         begins with a whole output comes later than that."""
         # Of a token that ended it nothing is computed, though a step for it may have been planned.
         known = len(sequence.tokens) - sequence.finished
-        self._publish(sequence, min(known, sequence.num_computed_tokens))
+        self.pages.publish(sequence, min(known, sequence.num_computed_tokens))
 
     def _pages_on_their_way(self) -> bool:
         """Whether a step in flight brings some back when it is read."""
@@ -377,8 +356,9 @@ class Scheduler:
     def _vacate(self, sequence: Sequence) -> None:
         """Give up its slot."""
         self.running.remove(sequence)
+        (self._turns if sequence.prefilling else self._decoding).remove(sequence)
         self._free_slots.append(sequence.slot)
-        sequence.slot, sequence.decode_until = NO_SLOT, 0
+        sequence.slot = NO_SLOT
 
     def check_invariants(self) -> None:
         """AssertionError unless slots, pages and queues account for each other exactly."""
@@ -387,14 +367,12 @@ class Scheduler:
         assert sorted(slots + self._free_slots) == list(range(self.limits.num_slots)), "slots"
         assert all(sequence.slot == NO_SLOT for sequence in waiting), "a waiting slot"
         assert all(sequence.slot == NO_SLOT for sequence in self.leaving), "a slot that was left"
-        assert self.running == sorted(self.running, key=_urgency), "running is out of order"
+        assert self.running == sorted(self.running, key=urgency), "running is out of order"
+        self._decoding.check_invariants(self.running)
+        self._turns.check_invariants(self.running)
         holding = [*self.running, *self.leaving]
         known = {id(s) for s in holding} | {id(s) for s in waiting}
         assert known == {id(s) for s in self.by_id.values()}, "a sequence is lost or unknown"
         assert len(known) == len(holding) + len(waiting), "a sequence is in two places"
         self.waiting.check_invariants()
         self.pages.check_invariants(holding, waiting)
-
-
-def _urgency(sequence: Sequence) -> tuple[int, int]:
-    return sequence.level, sequence.admission

@@ -17,14 +17,14 @@ class Sequence:
     Attributes:
         tokens: prompt and the output tokens read so far.
         num_computed_tokens: positions whose keys and values dispatched steps write.
-        num_in_flight: tokens sampled by dispatched steps that have not been read yet.
         prefill_target: tokens to prefill in this admission; decoding starts once it is reached.
         decode_until: while its computed tokens are fewer, it has a page for the next one and is not
             complete; 0 while it prefills or waits.
         slot: row of the decode batch, NO_SLOT while waiting.
         pages: the pages it holds, by KV group.
         keys: names of its full pages in the prefix cache; `root` is where their chain begins.
-        num_published: how many of its leading pages the prefix cache was told of.
+        num_published: how many of its leading pages the prefix cache was told of; `has_unnamed`:
+            it has filled others since.
         cached_tokens: prompt tokens that the prefix cache had when it was first admitted.
         host_pages: where its pages are in host memory while it waits, by KV group.
         replay: outputs it had before it was preempted, which it is computing again.
@@ -41,7 +41,6 @@ class Sequence:
     request: Request
     tokens: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    num_in_flight: int = 0
     prefill_target: int = 0
     decode_until: int = 0
     slot: int = NO_SLOT
@@ -49,6 +48,7 @@ class Sequence:
     root: bytes | None = None
     keys: list[bytes] = field(default_factory=list)
     num_published: int = 0
+    has_unnamed: bool = False
     cached_tokens: int = 0
     host_pages: list[list[int]] = field(default_factory=list)
     replay: list[int] = field(default_factory=list)
@@ -81,6 +81,11 @@ class Sequence:
         return len(self.request.prompt)
 
     @property
+    def num_in_flight(self) -> int:
+        """Tokens sampled by dispatched steps that have not been read yet."""
+        return max(0, self.num_computed_tokens + 1 - len(self.tokens))
+
+    @property
     def num_outputs(self) -> int:
         """Output tokens sampled, those in flight included."""
         return len(self.tokens) - len(self.request.prompt) + self.num_in_flight
@@ -96,6 +101,7 @@ class Sequence:
 
     def start_again(self) -> None:
         """Back to the prompt: the same outputs will come, and are known already."""
+        self.num_computed_tokens = 0
         if len(self.tokens) > self.prompt_len:
             self.replay = [*self.replay, *reversed(self.tokens[self.prompt_len :])]
             del self.tokens[self.prompt_len :]

@@ -20,11 +20,13 @@ from jaxinfer.sequence import Sequence
 
 NOWHERE = -1  # the place in host memory of a page that was given back before
 PageMove = tuple[int, int, int]  # KV group, page on the device, page in host memory
+TableEntry = tuple[int, int, int, int]  # of a page table: KV group, slot, index, page
 
 
 class SequencePages:
     """All tuples are by KV group. `num_pages` includes the null page, `host_pages` has none;
-    `windows` are the tokens that a group's layers see, None or (): all."""
+    `windows` are the tokens that a group's layers see, None or (): all. Unless `publishes_outputs`
+    nobody finds more of a sequence than its prompt."""
 
     def __init__(
         self,
@@ -32,8 +34,10 @@ class SequencePages:
         page_size: int,
         host_pages: tuple[int, ...] = (),
         windows: tuple[int | None, ...] = (),
+        publishes_outputs: bool = True,
     ):
         self.page_size = page_size
+        self._publishes_outputs = publishes_outputs
         self.windows = windows or (None,) * len(num_pages)
         self.caches = [PrefixCache(n) for n in num_pages]
         self._trims = any(window is not None for window in self.windows)
@@ -41,6 +45,7 @@ class SequencePages:
         self._free_host = [list(range(n - 1, -1, -1)) for n in host_pages]
         self._vacated: list[tuple[int, list[int]]] = []  # host pages to be read by the next step
         self._releases: list[tuple[int, list[list[int]]]] = []  # last step, pages by group
+        self._unnamed: dict[bytes, list[Sequence]] = {}  # see `note_filled`
         self.retired = -1  # the last step that was read
 
     @property
@@ -59,10 +64,12 @@ class SequencePages:
 
     def count(self) -> tuple[int, int, int]:
         """(free, cached, used) pages of all groups."""
-        free = sum(cache.allocator.num_free for cache in self.caches)
-        cached = sum(cache.allocator.num_cached for cache in self.caches)
-        total = sum(cache.allocator.num_pages - 1 for cache in self.caches)
-        return free, cached, total - free - cached
+        free = cached = used = 0
+        for cache in self.caches:
+            free += cache.allocator.num_free
+            cached += cache.allocator.num_cached
+            used += cache.allocator.num_used
+        return free, cached, used
 
     # -- admission ---------------------------------------------------------------------------------
 
@@ -74,10 +81,10 @@ class SequencePages:
         if sequence.root is None:
             return [[] for _ in self.caches]
         extend_keys(sequence.keys, sequence.root, sequence.tokens, self.page_size)
-        keys = sequence.keys[: (len(sequence.tokens) - 1) // self.page_size]
-        for cache, window in zip(self.caches, self.windows):
-            if window is None:
-                keys = keys[: len(cache.match(keys))]
+        most = sequence.keys[: (len(sequence.tokens) - 1) // self.page_size]
+        keys = self._leading(most)
+        while self._publish_after([sequence.root, *keys]):
+            keys = self._leading(most)
         known = [
             cache.match(keys) if window is None else [cache.find(key) for key in keys]
             for cache, window in zip(self.caches, self.windows)
@@ -85,6 +92,13 @@ class SequencePages:
         count = self._longest(known, len(keys))
         firsts = [self._first_seen(window, count * self.page_size) for window in self.windows]
         return [[NULL_PAGE] * first + pages[first:count] for pages, first in zip(known, firsts)]
+
+    def _leading(self, keys: list[bytes]) -> list[bytes]:
+        """The first of these, as many as all groups know whose layers see all tokens."""
+        for cache, window in zip(self.caches, self.windows):
+            if window is None:
+                keys = keys[: len(cache.match(keys))]
+        return keys
 
     def _longest(self, known: list[list[int]], count: int) -> int:
         """The most leading pages, at most `count`, of which every group has what is seen after."""
@@ -128,29 +142,71 @@ class SequencePages:
             sequence.pages.append(pages + cache.allocator.allocate(needed - len(pages)))
         sequence.num_published = len(found[0])
 
-    def grow(self, sequences: list[Sequence]) -> list[list[int]]:
-        """One page more in each group for each of these; returns them by group."""
-        grown = [cache.allocator.allocate(len(sequences)) for cache in self.caches]
-        for group, pages in enumerate(grown):
-            for sequence, page in zip(sequences, pages):
-                sequence.pages[group].append(page)
-        return grown
+    def grow(self, sequences: list[Sequence]) -> list[TableEntry]:
+        """One page more in each group for each of these, and less what they do not see any more;
+        returns where they were entered."""
+        entries = []
+        for group, cache in enumerate(self.caches):
+            for sequence, page in zip(sequences, cache.allocator.allocate(len(sequences))):
+                pages = sequence.pages[group]
+                entries.append((group, sequence.slot, len(pages), page))
+                pages.append(page)
+        if self._trims:
+            for sequence in sequences:
+                self.trim(sequence, sequence.num_computed_tokens)
+        return entries
+
+    def note_filled(self, sequences: list[Sequence]) -> None:
+        """Sequences are about to grow that have filled their pages with outputs.
+
+        Those are found from now on, but named only when somebody looks for what they may continue:
+        several at once cost a fraction, and for most of them nobody looks before the sequence ends.
+        Not so where a page may be given back before: it would not be kept without a name.
+        """
+        for sequence in sequences:
+            if self._trims:
+                self.publish(sequence, min(len(sequence.tokens), sequence.num_computed_tokens))
+            elif sequence.root is not None and not sequence.has_unnamed:
+                sequence.has_unnamed = True
+                self._unnamed.setdefault(_last_name(sequence), []).append(sequence)
+
+    def _publish_after(self, keys: list[bytes]) -> bool:
+        """Let the pages be found that follow one of these names; False: there are none."""
+        if self._unnamed.keys().isdisjoint(keys):
+            return False
+        for key in keys:
+            for sequence in self._unnamed.get(key, [])[:]:
+                known = min(len(sequence.tokens), sequence.num_computed_tokens)
+                filled = (len(sequence.pages[0]) - 1) * self.page_size
+                self.publish(sequence, min(known, filled))
+        return True
+
+    def _forget_unnamed(self, sequence: Sequence) -> None:
+        if sequence.has_unnamed:
+            sequence.has_unnamed = False
+            name = _last_name(sequence)
+            self._unnamed[name].remove(sequence)
+            if not self._unnamed[name]:
+                del self._unnamed[name]
 
     def publish(self, sequence: Sequence, tokens: int) -> None:
         """Let others find the full pages of the first `tokens` tokens, which steps have computed
         or are about to."""
-        count = tokens // self.page_size
-        if sequence.root is None or count <= sequence.num_published:
+        self._forget_unnamed(sequence)
+        if not self._publishes_outputs:
+            tokens = min(tokens, sequence.prompt_len)
+        first, end = sequence.num_published, tokens // self.page_size
+        if sequence.root is None or end <= first:
             return
         extend_keys(sequence.keys, sequence.root, sequence.tokens, self.page_size)
+        keys = sequence.keys[first:end]
         for cache, pages in zip(self.caches, sequence.pages):
-            for index in range(sequence.num_published, count):
-                if pages[index] != NULL_PAGE:
-                    cache.publish(sequence.keys[index], pages[index])
-        sequence.num_published = count
+            cache.publish(keys, pages[first:end])
+        sequence.num_published = end
 
     def withdraw(self, sequence: Sequence) -> None:
         """Let nobody find the pages of a sequence that failed."""
+        self._forget_unnamed(sequence)
         for cache, pages in zip(self.caches, sequence.pages):
             cache.withdraw(present(pages))
 
@@ -253,6 +309,9 @@ class SequencePages:
 
     def check_invariants(self, running: list[Sequence], waiting: list[Sequence]) -> None:
         """AssertionError unless pages, holders and cache account for each other exactly."""
+        unnamed = {id(s): name for name, behind in self._unnamed.items() for s in behind}
+        noted = {id(s): _last_name(s) for s in running if s.has_unnamed}
+        assert unnamed == noted, "pages to be named"
         for group, cache in enumerate(self.caches):
             cache.check_invariants()
             holders = [0] * cache.allocator.num_pages
@@ -272,9 +331,15 @@ class SequencePages:
             assert sorted(free + used) == list(range(self.host_pages[group])), "host pages"
 
 
+def _last_name(sequence: Sequence) -> bytes:
+    """Of its last published page, or where its chain begins."""
+    assert sequence.root is not None
+    return sequence.keys[sequence.num_published - 1] if sequence.num_published else sequence.root
+
+
 def present(pages: list[int]) -> list[int]:
     """Without the places of pages that were given back."""
-    return [page for page in pages if page != NULL_PAGE]
+    return [page for page in pages if page != NULL_PAGE] if NULL_PAGE in pages else pages
 
 
 def _stored(pages: list[int], hosts: list[int]) -> list[tuple[int, int]]:

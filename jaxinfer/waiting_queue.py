@@ -179,6 +179,9 @@ class WaitingQueue:
             self._forget_accounts(running)
         left = MOST_RISES
         for number in self._order[::-1]:
+            since = self._levels[number].entries[0][0]
+            if now - since < self._ageing:
+                continue  # the first to rise is not due
             above = self._above(number, running)
             if above is None:
                 continue
@@ -251,19 +254,24 @@ class WaitingQueue:
 
     # -- service ---------------------------------------------------------------------------------
 
-    def charge(self, sequence: Sequence, tokens: int) -> None:
-        """Enter tokens that are computed for a sequence into its line's account."""
-        line, level = _line_of(sequence), self._levels.get(sequence.level)
-        share, before = self._share(line), self.service(sequence)
-        # Those who wait beside it wait for their part of it, whoever else may come.
-        self._clock += tokens / (share if level is None else max(share, level.share))
-        served = before + tokens / share
-        # Of a line whose last one runs, each part of the prompt comes as a newcomer would.
-        waits = level is not None and line in level.queued
-        self._service[line] = served if waits else max(served, self._clock)
+    def charge(self, sequences: list[Sequence], tokens: int) -> None:
+        """Enter `tokens` that are computed for each of these into their lines' accounts."""
+        service, clock = self._service, self._clock
+        for sequence in sequences:
+            line, level = _line_of(sequence), self._levels.get(sequence.level)
+            share = beside = self._share(line) if self._weights else 1.0
+            if level is not None and level.share > share:
+                beside = level.share
+            served = service.get(line, clock) + tokens / share
+            # Those who wait beside it wait for their part of it, whoever else may come.
+            clock += tokens / beside
+            # Of a line whose last one runs, each part of the prompt comes as a newcomer would.
+            waits = level is not None and line in level.queued
+            service[line] = served if waits or served > clock else clock
+        self._clock = clock
 
     def _share(self, line: _Line) -> float:
-        return 1.0 if line == _RISEN else self._weights.get(line[1], 1.0)
+        return self._weights.get(line[1], 1.0) if line[0] else 1.0
 
     def service(self, sequence: Sequence) -> float:
         """Tokens computed for a sequence's line by its share, counted from when it came."""
@@ -303,8 +311,8 @@ class WaitingQueue:
 
 def _line_of(sequence: Sequence) -> _Line:
     """Those that rose have one line, so that however many they are, they take turns with others."""
-    rose = sequence.level < sequence.request.scheduling.priority
-    return _RISEN if rose else (True, sequence.tenant)
+    scheduling = sequence.request.scheduling
+    return _RISEN if sequence.level < scheduling.priority else (True, scheduling.tenant)
 
 
 def _first(line: list[_Entry]) -> Sequence | None:

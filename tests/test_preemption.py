@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from fakes import Harness, scheduler_limits
+from fakes import GREEDY, Harness, scheduler_limits
 
 from jaxinfer.policy import SchedulerPolicy
-from jaxinfer.request import FinishReason, Scheduling
+from jaxinfer.request import FinishReason, Request, Scheduling
+from jaxinfer.sequence import Sequence
 
 LOW, HIGH = Scheduling(priority=5), Scheduling(priority=0)
 
@@ -184,5 +185,7 @@ def test_a_full_page_is_found_as_soon_as_its_sequence_takes_the_next(overlap):
     (runs,) = run.scheduler.running
     while len(runs.pages[0]) == full:
         run.step()
-    assert runs.num_published == full
+    begins_so = Request("f", (*runs.tokens[: 4 * full], 9), GREEDY, 1, 0)
+    found = run.scheduler.pages.lookup(Sequence(begins_so, [*begins_so.prompt], root=runs.root))
+    assert found == [runs.pages[0][:full]]
     run.drain()

@@ -9,7 +9,7 @@ from fakes import GREEDY
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from jaxinfer.page_allocator import CACHED, FREE, USED, OutOfPagesError
+from jaxinfer.page_allocator import CACHED, FREE, NULL_PAGE, USED, OutOfPagesError
 from jaxinfer.prefix_cache import PrefixCache, extend_keys, namespace_key
 from jaxinfer.request import Request
 from jaxinfer.sequence import Sequence
@@ -28,8 +28,7 @@ def published(cache: PrefixCache, tokens: list[int]) -> list[int]:
     """Pages that held `tokens` and that nobody holds any more."""
     keys = keys_of(tokens)
     pages = cache.allocator.allocate(len(keys))
-    for key, page in zip(keys, pages):
-        cache.publish(key, page)
+    cache.publish(keys, pages)
     cache.allocator.release(pages)
     cache.check_invariants()
     return pages
@@ -90,7 +89,7 @@ def test_of_two_pages_with_the_same_content_the_first_stays_the_one_found():
     cache = PrefixCache(6)
     first = published(cache, [1, 2, 3, 4])
     (twin,) = cache.allocator.allocate(1)
-    cache.publish(keys_of([1, 2, 3, 4])[0], twin)
+    cache.publish(keys_of([1, 2, 3, 4]), [twin])
     cache.allocator.release([twin])
     assert cache.match(keys_of([1, 2, 3, 4])) == first
     assert cache.allocator.num_cached == 1, "the twin is free again"
@@ -151,8 +150,7 @@ class CacheMachine(RuleBasedStateMachine):
         pages = found + allocator.allocate(fresh)
         for index in range(len(found), len(pages)):
             self.content[pages[index]] = tuple(tokens[: 2 * index + 2])
-        for index, key in enumerate(keys):
-            self.cache.publish(key, pages[index])
+        self.cache.publish(keys, pages)
         self.running.append((tokens, pages))
 
     @rule(which=st.integers(0, 20), failed=st.booleans())
@@ -161,7 +159,7 @@ class CacheMachine(RuleBasedStateMachine):
             _, pages = self.running.pop(which % len(self.running))
             if failed:
                 self.cache.withdraw(pages)
-                assert all(page not in self.cache._keys for page in pages)
+                assert not any(self.cache._keys[page] for page in pages)
             self.cache.allocator.release(pages)
 
     @rule()
@@ -184,6 +182,54 @@ class CacheMachine(RuleBasedStateMachine):
 TestCacheMachine = CacheMachine.TestCase
 
 
+def running(pages: SequencePages, prompt: list[int], outputs: list[int]) -> Sequence:
+    """A sequence that has computed its prompt and taken a page whenever its outputs filled one."""
+    sequence = Sequence(Request("r", tuple(prompt), GREEDY, 99, 0), tokens=[*prompt], root=ROOT)
+    pages.give(sequence, -(-len(prompt) // pages.page_size), pages.lookup(sequence))
+    pages.publish(sequence, len(prompt))
+    for token in outputs:
+        sequence.num_computed_tokens = len(sequence.tokens)
+        if sequence.num_computed_tokens == len(sequence.pages[0]) * pages.page_size:
+            pages.note_filled([sequence])
+            pages.grow([sequence])
+        sequence.tokens.append(token)
+    return sequence
+
+
+def found(pages: SequencePages, tokens: list[int]) -> list[list[int]]:
+    """What a request for these tokens and one more could begin with."""
+    prompt = (*tokens, 99)
+    return pages.lookup(Sequence(Request("f", prompt, GREEDY, 1, 0), tokens=[*prompt], root=ROOT))
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 3), (3,)])
+def test_pages_that_outputs_filled_are_found_though_nobody_named_them(windows):
+    pages = SequencePages((40,) * len(windows), 2, windows=windows)
+    first = running(pages, [1, 2, 3], [4, 5, 6, 7, 8])
+    assert found(pages, [6, 2, 3, 4]) == [[]] * len(windows)
+    if windows == (None,):
+        assert first.num_published == 1, "nobody looked for what it may have"
+    shorter = running(pages, [1, 2, 3], [4, 9])
+    without_a_page = running(pages, [7], [7, 7])
+    pages.check_invariants([first, shorter, without_a_page], [])
+    for tokens, count in (([1, 2, 3, 4, 5, 6], 3), ([1, 2, 3, 4, 5, 0], 2), ([7, 7], 1)):
+        assert [len(group) for group in found(pages, tokens)] == [count] * len(windows)
+    assert [group[-1] for group in found(pages, [1, 2, 3, 4, 5, 6])] == [
+        group[2] for group in first.pages
+    ]
+    pages.check_invariants([first, shorter, without_a_page], [])
+
+
+def test_what_a_failed_sequence_filled_is_never_found():
+    pages = SequencePages((40,), 2)
+    failed, other = running(pages, [1, 2, 3], [4, 5]), running(pages, [1, 2, 3], [9, 5])
+    pages.withdraw(failed)
+    pages.release(failed)
+    pages.check_invariants([other], [])
+    assert found(pages, [1, 2, 3, 4]) == [[]], "nor what it shared with the other"
+    assert found(pages, [1, 2, 3, 9]) == [[]]
+
+
 def _has(there: list[list[bool]], windows: tuple[int | None, ...], count: int) -> bool:
     """Whether each group has what a query after `count` pages of two tokens sees."""
     seen = [0 if w is None else max(0, 2 * count - w + 1) // 2 for w in windows]
@@ -201,9 +247,8 @@ def test_the_longest_beginning_that_every_window_has_the_end_of(windows):
         there = []
         for cache in pages.caches:
             kept = [rng.random() < 0.8 for _ in range(20)]
-            for key, page in zip(each.keys, cache.allocator.allocate(20)):
-                if kept[page - 1]:
-                    cache.publish(key, page)
+            held = cache.allocator.allocate(20)
+            cache.publish(each.keys, [page if kept[page - 1] else NULL_PAGE for page in held])
             there.append(kept)
 
         longest = max(count for count in range(21) if _has(there, windows, count))

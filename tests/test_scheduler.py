@@ -20,7 +20,6 @@ def request(name: str, prompt: int, output: int = 4, deadline: float | None = No
 def read(scheduler: Scheduler, plan, ended: tuple[str, ...] = ()) -> None:
     """What the engine does with a step's result: a token a row, some of which end."""
     for _, sequence in plan.sampled():
-        sequence.num_in_flight -= 1
         if sequence.finished:
             continue
         sequence.tokens.append(7)
@@ -219,6 +218,24 @@ def test_a_sequence_without_a_page_sits_out_while_pages_are_on_their_way():
     assert scheduler.preemptions == 0
     read(scheduler, second)
     assert names(scheduler.plan(0.0).decodes) == ["a"]
+
+
+@pytest.mark.parametrize("output", [2, 9], ids=["its last token", "its last place on a page"])
+def test_a_row_held_back_after_its_step_was_planned_gets_another_turn_and_nothing_else(output):
+    scheduler = Scheduler(scheduler_limits(num_slots=1, page_size=4))
+    scheduler.add(request("a", 3, output))
+    read(scheduler, scheduler.plan(0.0))
+    assert names(scheduler.plan(0.0).decodes) == ["a"]
+    scheduler.by_id["a"].num_computed_tokens -= 1
+    plan = scheduler.plan(0.0)
+    assert names(plan.decodes) == ["a"] and not plan.deltas
+    scheduler.check_invariants()
+    plan = scheduler.plan(0.0)
+    if output == 2:
+        assert plan is None and names(scheduler.leaving) == ["a"]
+    else:
+        assert [delta[:3] for delta in plan.deltas] == [(0, 0, 1)]
+    scheduler.check_invariants()
 
 
 def test_two_groups_grow_together():

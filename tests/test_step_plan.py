@@ -58,7 +58,6 @@ def test_every_plan_fits_the_smallest_program_for_it(data):
             assert (view["slots"] != num_slots).sum() == plan.chunk_tokens
             assert view["tiles"][:, 1].sum() == plan.chunk_tokens
         for _, sequence in plan.sampled():
-            sequence.num_in_flight -= 1
             sequence.tokens.append(5)
 
 
@@ -66,7 +65,6 @@ def test_packed_fields_of_a_mixed_step():
     scheduler = Scheduler(scheduler_limits(num_slots=3, chunk=128, page_size=16, pages=(40,)))
     scheduler.add(Request("decoding", (1, 2, 3), GREEDY, 9, 0))
     for _, sequence in scheduler.plan(0.0).sampled():
-        sequence.num_in_flight -= 1
         sequence.tokens.append(4)
     scheduler.add(Request("ends", tuple(range(10, 90)), GREEDY, 9, 0))
     scheduler.add(Request("splits", tuple(range(100, 200)), GREEDY, 9, 0))
@@ -102,7 +100,6 @@ def test_the_most_page_table_entries_one_step_can_have():
     for i in range(8):
         scheduler.add(Request(f"decoding {i}", (5,) * 16, GREEDY, 9, 0))
     for _, sequence in scheduler.plan(0.0).sampled():
-        sequence.num_in_flight -= 1
         sequence.tokens.append(5)
     for i in range(8):
         scheduler.add(Request(f"new {i}", (5,) * 17, GREEDY, 9, 0))

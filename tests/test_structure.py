@@ -22,6 +22,7 @@ MAY_IMPORT = {
 HOST_ONLY = (  # the host's decisions: no array library but NumPy
     "config",
     "deadlines",
+    "decoding",
     "expert_load",
     "load",
     "pace",

@@ -27,7 +27,7 @@ def take(queue: WaitingQueue) -> str:
     """Admit the head; its tokens are charged."""
     head = queue.head()
     queue.remove(head)
-    queue.charge(head, len(head.tokens))
+    queue.charge([head], len(head.tokens))
     queue.check_invariants()
     return head.request.id
 
@@ -178,10 +178,10 @@ def test_accounts_of_passing_tenants_are_forgotten():
 def test_the_account_of_who_runs_is_kept():
     """Its prompt has its turns whatever number of others came meanwhile."""
     queue, runs = WaitingQueue(ageing=1e9), sequence("runs", 0, "runs", 1000)
-    queue.charge(runs, 10)
+    queue.charge([runs], 10)
     fill(queue, sequence("waits"))
     for i in range(3 * MOST_ACCOUNTS):
-        queue.charge(sequence("passing", 0, f"tenant{i}"), 1)
+        queue.charge([sequence("passing", 0, f"tenant{i}")], 1)
         queue.rise(0.0, [runs])
     assert len(queue._service) <= 2 * MOST_ACCOUNTS + 1 and queue.service(runs) == 10
 
@@ -193,7 +193,7 @@ def test_what_left_leaves_nothing_behind():
     for i in range(5000):
         passing = sequence(f"{i}", 0, f"tenant{i}")
         queue.push(passing, 0.0)
-        queue.charge(passing, 1)
+        queue.charge([passing], 1)
         queue.remove(passing)
         queue.rise(0.0)
     queue.check_invariants()
@@ -220,7 +220,7 @@ def test_choosing_takes_no_longer_in_a_long_queue():
 def take_unchecked(queue: WaitingQueue) -> None:
     head = queue.head()
     queue.remove(head)
-    queue.charge(head, 4)
+    queue.charge([head], 4)
 
 
 def rose(each: Sequence) -> bool:
@@ -271,7 +271,7 @@ class QueueMachine(RuleBasedStateMachine):
             served = {line_of(s): self.queue.service(s) for s in peers}
             assert served[line_of(head)] == min(served.values())
         self.queue.remove(head)
-        self.queue.charge(head, len(head.tokens))
+        self.queue.charge([head], len(head.tokens))
         self.waiting.remove(head)
         self.ran.append(head)
 

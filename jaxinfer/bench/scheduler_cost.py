@@ -139,12 +139,12 @@ def _step(
 
 def _read(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> None:
     """What the engine has the scheduler do with a result."""
+    tokens, row_outcomes, running = result.tokens, result.outcomes, outcomes.RUNNING
     for row, sequence in plan.sampled():
-        sequence.num_in_flight -= 1
         if sequence.finished:
             continue
-        sequence.tokens.append(result.tokens[row])
-        if result.outcomes[row] != outcomes.RUNNING:
+        sequence.tokens.append(tokens[row])
+        if row_outcomes[row] != running:
             scheduler.finish(sequence)
     scheduler.retire(plan)
 
