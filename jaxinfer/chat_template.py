@@ -29,8 +29,16 @@ class ChatTemplateError(ValueError):
     """The template is missing or broken, or refuses these messages (its own words are kept)."""
 
 
+class ChatTemplateFailure(ChatTemplateError):
+    """The template's code fails on these messages, which it expects in another form."""
+
+
 class ChatTemplate:
-    """A compiled template. Rendering is pure: same messages, same text (but for `strftime_now`)."""
+    """A compiled template. Rendering is pure: same messages, same text (but for `strftime_now`).
+
+    Attributes:
+        variables: the names that it reads, `tools` and `enable_thinking` for two.
+    """
 
     def __init__(self, source: str, variables: Mapping[str, str], name: str = "default"):
         """`variables` are what the template may name besides messages, bos_token for one; they
@@ -42,7 +50,7 @@ class ChatTemplate:
         self.name = name
         self._variables = {key: MarkedText.written(text) for key, text in variables.items()}
         try:
-            self._template, words = _compiled(source)
+            self._template, words, self.variables = _compiled(source)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"chat template does not parse: {_said(error)}") from error
         self._roles = _ROLES | words
@@ -67,7 +75,7 @@ class ChatTemplate:
             ) from error
         except Exception as error:  # a template may fail in any way Python expressions can
             said = str(error) or type(error).__name__
-            raise ChatTemplateError(f"chat template failed: {said}") from error
+            raise ChatTemplateFailure(f"chat template failed: {said}") from error
         return MarkedText.of(text).unmarked()
 
     def _with_role(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -94,13 +102,17 @@ def read_chat_template(path: str | Path) -> str:
     return source
 
 
-def _compiled(source: str) -> tuple[jinja2.Template, frozenset[str]]:
-    """A template, and all strings that it names. Raises jinja2.TemplateError."""
+def _compiled(source: str) -> tuple[jinja2.Template, frozenset[str], frozenset[str]]:
+    """A template, all strings that it names, and all variables that it reads.
+
+    Raises jinja2.TemplateError.
+    """
     environment = TemplateEnvironment()
     try:
         parsed = environment.parse(source)
         words = frozenset(node.value for node in parsed.find_all(nodes.Const) if _is_text(node))
-        return environment.from_string(parsed), words
+        names = frozenset(node.name for node in parsed.find_all(nodes.Name) if node.ctx == "load")
+        return environment.from_string(parsed), words, names
     except (RecursionError, MemoryError, SyntaxError) as error:  # of the Python it is made into
         raise jinja2.TemplateError("is nested too deeply, or too long") from error
 

@@ -44,9 +44,14 @@ class DetokenizerFactory:
         self._byte_level = decoder.get("type") == "ByteLevel"
         self._bytes: dict[int, bytes] = {}
 
-    def start(self, prompt: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
-        """A detokenizer for the output that follows `prompt`."""
-        skipped = self._special if skip_special_tokens else frozenset()
+    def start(
+        self,
+        prompt: Sequence[int],
+        skip_special_tokens: bool,
+        kept: frozenset[int] = frozenset(),
+    ) -> Detokenizer:
+        """A detokenizer for the output that follows `prompt`. `kept`: are never skipped."""
+        skipped = self._special - kept if skip_special_tokens else frozenset()
         if self._byte_level:
             return _ByteLevelDetokenizer(self, skipped)
         return _WindowDetokenizer(self._tokenizer, self._context(prompt), skipped)

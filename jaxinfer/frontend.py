@@ -24,8 +24,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from jaxinfer.conversation import Conversation
 from jaxinfer.engine_link import EngineLink, EngineView, Observer, OnEvents, OnStop
 from jaxinfer.load import Load
+from jaxinfer.replies.reader import Replies
 from jaxinfer.request import (
     Abort,
     Counters,
@@ -39,7 +41,7 @@ from jaxinfer.request import (
     Submit,
 )
 from jaxinfer.stream import Sample, Stream
-from jaxinfer.text import Delta, Finish, Params, Prompt, TextProcessor, Timing, is_chat
+from jaxinfer.text import AnyPrompt, Delta, Finish, Params, TextProcessor, Timing, is_chat
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ class Frontend:
 
     async def submit(
         self,
-        prompt: Prompt,
+        prompt: AnyPrompt,
         params: Params,
         timeout: float | None = None,
         scheduling: Scheduling | None = None,
@@ -102,14 +104,18 @@ class Frontend:
         except (RequestError, EngineStoppedError):
             self._refused += 1
             raise
-        return self._start(requests)
+        return self._start(requests, prompt.replies if isinstance(prompt, Conversation) else None)
 
-    async def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+    async def encode(self, prompt: AnyPrompt, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. Raises RequestError.
 
         Long texts are encoded in a thread, and chats, whose templates may take their time.
         """
-        if is_chat(prompt) or (isinstance(prompt, str) and len(prompt) >= LONG_TEXT):
+        if isinstance(prompt, str):
+            slow = len(prompt) >= LONG_TEXT
+        else:
+            slow = isinstance(prompt, Conversation) or is_chat(prompt)
+        if slow:
             return await asyncio.to_thread(self.text.encode, prompt, add_special_tokens)
         return self.text.encode(prompt, add_special_tokens)
 
@@ -119,8 +125,8 @@ class Frontend:
             return self.text.decode(ids, skip_special_tokens)
         return await asyncio.to_thread(self.text.decode, ids, skip_special_tokens)
 
-    def _start(self, requests: list[Request]) -> Stream:
-        outputs = [self.text.output(request, index) for index, request in enumerate(requests)]
+    def _start(self, requests: list[Request], replies: Replies | None) -> Stream:
+        outputs = [self.text.output(each, index, replies) for index, each in enumerate(requests)]
         stream = Stream(outputs, self._leave)
         if not self._streams:
             self._busy_since = self._clock()

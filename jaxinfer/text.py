@@ -10,8 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from jaxinfer.conversation import Chat, Conversation
 from jaxinfer.detokenizer import Detokenizer, DetokenizerFactory, StopMatcher
 from jaxinfer.generation import SamplingDefaults
+from jaxinfer.replies.reader import CallDelta, Replies, ReplyReader
+from jaxinfer.replies.thinking import TAIL
 from jaxinfer.request import (
     FinishReason,
     Request,
@@ -27,9 +30,11 @@ from jaxinfer.validation import EngineLimits, Violations, build_request, check_t
 if TYPE_CHECKING:
     from jaxinfer.tokenizer import Tokenizer
 
-Chat = Sequence[Mapping[str, str]]
 Prompt = str | Sequence[int] | Chat
 """A text, token ids, or chat messages with `role` and `content`."""
+
+AnyPrompt = Prompt | Conversation
+"""One of those, or a chat with all that may belong to it."""
 
 Params = SamplingParams | Mapping[str, Any]
 """All sampling parameters, or those that are set: the model's defaults fill the rest."""
@@ -65,6 +70,9 @@ class Delta:
     The tokens may be ahead of the text, which is held back while it may become a stop string or
     ends within a character. `logprobs` has one entry a token if the request asked for them.
     `index` is that of the sample. `cached_tokens`: prompt tokens that the prefix cache had.
+
+    Of the reply to a `Conversation`, the text is what is for the user; `reasoning` and `calls` are
+    beside it, and `reasoning_tokens` comes with the last delta.
     """
 
     index: int = 0
@@ -74,10 +82,24 @@ class Delta:
     finish: Finish | None = None
     timing: Timing | None = None
     cached_tokens: int = 0
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+    reasoning_tokens: int | None = None
+
+    def add_call(self, call: CallDelta) -> None:
+        """Take in what is new of a call."""
+        if self.calls and self.calls[-1].index == call.index:
+            self.calls[-1].arguments += call.arguments
+        else:
+            self.calls.append(call)
 
     def extend(self, later: Delta) -> None:
         """Take in the delta that follows this one."""
         self.text += later.text
+        self.reasoning += later.reasoning
+        for call in later.calls:
+            self.add_call(call)
+        self.reasoning_tokens = later.reasoning_tokens
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.finish = later.finish
@@ -101,22 +123,22 @@ class TextProcessor:
         self.eos_ids = tuple(eos_ids)
         self._detokenizers = DetokenizerFactory(tokenizer.raw)
 
-    def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, prompt: AnyPrompt, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, as the model is to see them; ids come back as they are.
 
         Raises RequestError for a text that is not Unicode, that is too long for any tokens, or a
         chat that the template refuses.
         """
         try:
+            if isinstance(prompt, Conversation):
+                self._check_messages(len(prompt.messages))
+                self._check_size(prompt.size)
+                return prompt.encode(self.tokenizer)
             if isinstance(prompt, str):
                 self._check_size(len(prompt.encode()))  # which a lone surrogate fails: no text
                 return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
             if is_chat(prompt):
-                if len(prompt) > self.limits.max_model_len:  # a role takes a token at least
-                    raise ValueError(
-                        f"has {len(prompt)} messages; at most {self.limits.max_model_len} are"
-                        " taken (max_model_len); leave old ones out"
-                    )
+                self._check_messages(len(prompt))
                 messages = [_message(i, m) for i, m in enumerate(prompt)]
                 self._check_size(sum(len(text.encode()) for m in messages for text in m.values()))
                 return self.tokenizer.apply_chat_template(messages)
@@ -125,6 +147,13 @@ class TextProcessor:
         except ValueError as error:
             raise RequestError([Violation("prompt", str(error))]) from error
         return list(prompt)  # type: ignore[arg-type]
+
+    def _check_messages(self, count: int) -> None:
+        if count > self.limits.max_model_len:  # a role takes a token at least
+            raise ValueError(
+                f"has {count} messages; at most {self.limits.max_model_len} are taken"
+                " (max_model_len); leave old ones out"
+            )
 
     def _check_size(self, size: int) -> None:
         """Refuse a prompt of so many bytes before time goes into encoding it.
@@ -168,10 +197,16 @@ class TextProcessor:
         )
         return samples(request)
 
-    def output(self, request: Request, index: int = 0) -> OutputBuilder:
-        """Collects the output of `request`, the sample of this index."""
-        start = self._detokenizers.start(request.prompt, request.params.skip_special_tokens)
-        return OutputBuilder(request, start, index)
+    def output(
+        self, request: Request, index: int = 0, replies: Replies | None = None
+    ) -> OutputBuilder:
+        """Collects the output of `request`, the sample of this index; `replies`: how it is read."""
+        skip = request.params.skip_special_tokens
+        if replies is None:
+            return OutputBuilder(request, self._detokenizers.start(request.prompt, skip), index)
+        start = self._detokenizers.start(request.prompt, skip, replies.format.kept)
+        tail = self.decode(request.prompt[-TAIL:], skip_special_tokens=False)
+        return OutputBuilder(request, start, index, ReplyReader(replies, tail))
 
 
 def is_chat(prompt: Prompt) -> TypeGuard[Chat]:
@@ -201,9 +236,16 @@ class OutputBuilder:
     events are no longer for this request.
     """
 
-    def __init__(self, request: Request, detokenizer: Detokenizer, index: int = 0):
+    def __init__(
+        self,
+        request: Request,
+        detokenizer: Detokenizer,
+        index: int = 0,
+        reader: ReplyReader | None = None,
+    ):
         self.request = request
         self.index = index
+        self._reader = reader
         self.finished = False
         self._detokenizer = detokenizer
         self._stops = StopMatcher(request.params.stop, request.params.include_stop)
@@ -223,13 +265,18 @@ class OutputBuilder:
         last = len(event.tokens) - 1 if event.finish in _STOPPED_BY_ID else None
         for position, token in enumerate(event.tokens):
             delta.token_ids.append(token)
-            if position != last or self.request.params.include_stop:
-                self._add_text(delta, self._detokenizer.push(token))
+            shown = position != last or self.request.params.include_stop
+            piece = self._detokenizer.push(token) if shown else ""
+            if self._reader is not None:
+                self._reader.token(len(piece))
+            self._add_text(delta, piece)
             if delta.finish is not None:
                 break
         delta.logprobs = list(event.logprobs[: len(delta.token_ids)])
         if delta.finish is None and event.finish is not None:
             self._end(delta, event)
+        if self._reader is not None:
+            self._reader.read(delta)
         if delta.finish is not None:
             self.finished = True
             delta.cached_tokens = self.cached_tokens

@@ -207,6 +207,21 @@ class Tokenizer:
         """The names of the chat templates."""
         return tuple(self._templates)
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether a chat template tells the model of tools."""
+        return any("tools" in template.variables for template in self._templates.values())
+
+    @property
+    def chat_template_source(self) -> str:
+        """The text of all chat templates."""
+        return "\n".join(template.source for template in self._templates.values())
+
+    def template_variables(self, with_tools: bool) -> frozenset[str]:
+        """The names that the chat template for such chats reads."""
+        template = self._templates.get(self._template_name(with_tools))
+        return template.variables if template else frozenset()
+
     def render_chat(
         self,
         messages: list[dict[str, Any]],
@@ -241,7 +256,7 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None,
         kwargs: dict[str, Any],
     ) -> tuple[str, bytes]:
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        name = self._template_name(bool(tools))
         if name not in self._templates:
             others = (
                 f" named default (only {', '.join(self._templates)})" if self._templates else ""
@@ -256,6 +271,9 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             **{"documents": None, **kwargs},
         )
+
+    def _template_name(self, with_tools: bool) -> str:
+        return "tool_use" if with_tools and "tool_use" in self._templates else "default"
 
     # -- files --------------------------------------------------------------------------------
 

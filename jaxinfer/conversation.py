@@ -1,0 +1,109 @@
+"""A chat with all that may belong to it: tools, calls of them and their results, reasoning.
+
+Templates differ in what they expect of a message: arguments of calls as an object or as JSON text,
+no content or an empty one. The first of these that a template renders is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from jaxinfer.replies.reader import Replies
+from jaxinfer.replies.tool_prompt import with_tools_told
+from jaxinfer.request import RequestError, Violation
+
+if TYPE_CHECKING:
+    from jaxinfer.tokenizer import Tokenizer
+
+Chat = Sequence[Mapping[str, str]]
+
+_GIVEN = ("messages", "tools", "add_generation_prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What is asked of a chat model.
+
+    Attributes:
+        messages: in the form of the OpenAI API: `role`, `content` (text, or None beside calls), and
+            `tool_calls`, whose `arguments` are JSON text, `tool_call_id`, `name`, and
+            `reasoning_content` where there are some.
+        tools: each {"type": "function", "function": {"name", "description", "parameters"}}.
+        options: further variables of the template.
+        replies: how the replies are read; None takes them as they are.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    replies: Replies | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of text that a template may put into a prompt. Raises ValueError for no text."""
+        texts = (
+            text
+            for message in self.messages
+            for text in (message["role"], message.get("content"), message.get("reasoning_content"))
+            if text
+        )
+        calls = [c["function"] for m in self.messages for c in m.get("tool_calls", ())]
+        more = json.dumps([self.tools, calls], ensure_ascii=False)
+        return sum(len(text.encode()) for text in texts) + len(more.encode())
+
+    def encode(self, tokenizer: Tokenizer) -> list[int]:
+        """Token ids by the model's chat template.
+
+        Raises ChatTemplateError with the template's objection, and RequestError for an option that
+        it does not read.
+        """
+        from jaxinfer.chat_template import ChatTemplateFailure  # Jinja is not for everybody
+
+        self._check(tokenizer)
+        messages, tools = self.messages, [dict(tool) for tool in self.tools]
+        if not tokenizer.takes_tools:
+            messages, tools = with_tools_told(messages, tools), []
+        failures = []
+        for objects, empty in itertools.product((True, False), (False, True)):
+            formed = [_formed(message, objects, empty) for message in messages]
+            try:
+                return tokenizer.apply_chat_template(formed, tools=tools or None, **self.options)
+            except ChatTemplateFailure as error:
+                failures.append(error)
+        raise failures[0]
+
+    def _check(self, tokenizer: Tokenizer) -> None:
+        for index, message in enumerate(self.messages):
+            if not message["role"]:
+                why = "is empty; give one, such as user"
+                raise RequestError([Violation(f"prompt[{index}].role", why)])
+        read = tokenizer.template_variables(bool(self.tools))
+        for name in self.options:
+            if name in _GIVEN or name not in read:
+                why = f"has {name!r}, which the model's chat template does not read; leave it out"
+                raise RequestError([Violation("chat_template_kwargs", why)])
+
+
+def _formed(message: Mapping[str, Any], objects: bool, empty: bool) -> dict[str, Any]:
+    """A message as some templates expect it: with arguments as `objects`, no content as `empty`."""
+    formed = dict(message)
+    if empty and formed.get("content") is None:
+        formed["content"] = ""
+    if objects and "tool_calls" in formed:
+        formed["tool_calls"] = [_with_object(call) for call in formed["tool_calls"]]
+    if reasoning := formed.get("reasoning_content"):
+        formed |= {"reasoning": reasoning, "thinking": reasoning}  # families name it differently
+    return formed
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    try:
+        parsed = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):  # a model wrote it so; it may see that
+        parsed = function["arguments"]
+    return {**call, "function": {**function, "arguments": parsed}}
