@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Chat = Sequence[Mapping[str, str]]
 
 _GIVEN = ("messages", "tools", "add_generation_prompt")
+_SWITCHES = ("enable_thinking", "thinking")  # by which templates turn reasoning off
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ class Conversation:
         """
         from jaxinfer.chat_template import ChatTemplateFailure  # Jinja is not for everybody
 
-        self._check(tokenizer)
+        self._check_roles()
+        options = self._options(tokenizer.template_variables(bool(self.tools)))
         messages, tools = self.messages, [dict(tool) for tool in self.tools]
         if not tokenizer.takes_tools:
             messages, tools = with_tools_told(messages, tools), []
@@ -71,21 +73,30 @@ class Conversation:
         for objects, empty in itertools.product((True, False), (False, True)):
             formed = [_formed(message, objects, empty) for message in messages]
             try:
-                return tokenizer.apply_chat_template(formed, tools=tools or None, **self.options)
+                return tokenizer.apply_chat_template(formed, tools=tools or None, **options)
             except ChatTemplateFailure as error:
                 failures.append(error)
         raise failures[0]
 
-    def _check(self, tokenizer: Tokenizer) -> None:
+    def _check_roles(self) -> None:
         for index, message in enumerate(self.messages):
             if not message["role"]:
                 why = "is empty; give one, such as user"
                 raise RequestError([Violation(f"prompt[{index}].role", why)])
-        read = tokenizer.template_variables(bool(self.tools))
-        for name in self.options:
+
+    def _options(self, read: frozenset[str]) -> dict[str, Any]:
+        """Those of the template, which reads these names. Raises RequestError for others."""
+        options = dict(self.options)
+        effort = options.get("reasoning_effort")
+        switch = next((name for name in _SWITCHES if name in read), "")
+        if effort == "none" and switch and "reasoning_effort" not in read:
+            del options["reasoning_effort"]
+            options[switch] = False
+        for name in options:
             if name in _GIVEN or name not in read:
-                why = f"has {name!r}, which the model's chat template does not read; leave it out"
+                why = f"has {name}, which the model's chat template does not read; leave it out"
                 raise RequestError([Violation("chat_template_kwargs", why)])
+        return options
 
 
 def _formed(message: Mapping[str, Any], objects: bool, empty: bool) -> dict[str, Any]:

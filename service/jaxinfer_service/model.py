@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine_link import EngineLink, OnEvents, OnStop
 from jaxinfer.frontend import Frontend
+from jaxinfer.replies.formats import ReplyFormat
 from jaxinfer.request import EngineStoppedError
 from jaxinfer.text import TextProcessor
 from jaxinfer_service.metrics.histograms import Histograms
@@ -23,6 +24,7 @@ class OpenedModel:
         config: the engine's, with the `dtype` it really has.
         preset: the one that was chosen, or "".
         determinism: by which way it is deterministic, "invariant" or "fixed", or "".
+        replies: the form of its replies to chats.
     """
 
     names: Sequence[str]
@@ -31,6 +33,7 @@ class OpenedModel:
     config: EngineConfig = field(default_factory=EngineConfig)
     preset: str = ""
     determinism: str = ""
+    replies: ReplyFormat = field(default_factory=ReplyFormat)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from jaxinfer.replies.reader import CallDelta
 from jaxinfer.request import FinishReason
 from jaxinfer.text import Delta, Finish, TextProcessor
 from jaxinfer_service.model import ServedModel
@@ -49,8 +50,8 @@ class Shape(Protocol):
     def head(self, index: int, prompt: str) -> Choice | None:
         """What comes before a choice's first text, in a stream."""
 
-    def part(self, delta: Delta) -> Choice | None:
-        """What is new of a choice; None for nothing to be seen."""
+    def parts(self, delta: Delta) -> Iterable[Choice]:
+        """What is new of a choice, nothing or more."""
 
 
 class Completions:
@@ -68,8 +69,8 @@ class Completions:
     def head(self, index: int, prompt: str) -> Choice | None:
         return self._choice(Delta(index), prompt) if self.with_prompt else None
 
-    def part(self, delta: Delta) -> Choice | None:
-        return self._choice(delta, delta.text) if _shows(delta) else None
+    def parts(self, delta: Delta) -> Iterable[Choice]:
+        return [self._choice(delta, delta.text)] if _shows(delta) else []
 
     def _choice(self, delta: Delta, text: str) -> Choice:
         logprobs = self._shown(delta) if self._logprobs is not None else None
@@ -103,23 +104,49 @@ class Chats:
 
     def __init__(self, text: TextProcessor):
         self._text = text
+        self._calling: set[int] = set()  # choices that have calls
 
     def whole(self, sample: Delta, prompt: str) -> Choice:
-        message = {"role": "assistant", "content": sample.text, "refusal": None}
+        apart = sample.calls or sample.reasoning
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": sample.text or None if apart else sample.text,
+            "refusal": None,
+        }
+        if sample.reasoning:
+            message |= _reasoning(sample.reasoning)
+        if sample.calls:
+            message["tool_calls"] = [_call(call) for call in sample.calls]
         return self._choice(sample, "message", message)
 
     def head(self, index: int, prompt: str) -> Choice | None:
         return self._choice(Delta(index), "delta", {"role": "assistant", "content": ""})
 
-    def part(self, delta: Delta) -> Choice | None:
-        if not _shows(delta):
-            return None
-        return self._choice(delta, "delta", {"content": delta.text} if delta.text else {})
+    def parts(self, delta: Delta) -> Iterable[Choice]:
+        """Reasoning, content and calls one after the other: many clients look for one of them."""
+        found: list[dict[str, Any]] = []
+        if delta.reasoning:
+            found.append(_reasoning(delta.reasoning))
+        if delta.text:
+            found.append({"content": delta.text})
+        if delta.calls:
+            calls = [{"index": call.index} | _call(call) for call in delta.calls]
+            found.append({"tool_calls": calls})
+        *before, last = found or [{}]
+        for content in before:
+            yield self._choice(Delta(delta.index), "delta", content)
+        if found or _shows(delta):
+            yield self._choice(delta, "delta", last)
 
     def _choice(self, delta: Delta, name: str, content: dict[str, Any]) -> Choice:
         logprobs = {"content": [*self._shown(delta)]} if delta.logprobs else None
         choice = {"index": delta.index, name: content, "logprobs": logprobs}
-        return choice | _end(delta.finish)
+        if delta.calls:
+            self._calling.add(delta.index)
+        end = _end(delta.finish)
+        if end["finish_reason"] == "stop" and delta.index in self._calling:
+            end["finish_reason"] = "tool_calls"
+        return choice | end
 
     def _shown(self, delta: Delta) -> Iterator[dict[str, Any]]:
         for token, found in zip(delta.token_ids, delta.logprobs):
@@ -136,14 +163,32 @@ def shown(data: bytes) -> str:
     return data.decode(errors="replace")
 
 
-def usage(prompt_tokens: int, generated_tokens: int, cached_tokens: int) -> dict[str, Any]:
+def _reasoning(text: str) -> dict[str, Any]:
+    """By both names that clients look for."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call(call: CallDelta) -> dict[str, Any]:
+    """A call, or what is new of it: its id and name come once."""
+    if not call.id:
+        return {"function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def usage(
+    prompt_tokens: int, generated_tokens: int, cached_tokens: int, reasoning_tokens: int | None
+) -> dict[str, Any]:
     """How many tokens there were; a prompt counts once, whatever the number of choices."""
-    return {
+    found: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": generated_tokens,
         "total_tokens": prompt_tokens + generated_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+    if reasoning_tokens is not None:
+        found["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return found
 
 
 def model_card(model: ServedModel, name: str) -> dict[str, Any]:

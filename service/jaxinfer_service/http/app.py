@@ -13,7 +13,7 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from jaxinfer.request import EngineStoppedError
-from jaxinfer.text import Prompt
+from jaxinfer.text import AnyPrompt
 from jaxinfer_service import status, version
 from jaxinfer_service.http import answers, errors, page, schema
 from jaxinfer_service.http.body import BoundedBody
@@ -75,7 +75,8 @@ class HttpFront:
 
     async def chat_completions(self, body: schema.ChatCompletion, request: Request) -> Response:
         model = self._model(body.model)
-        asks = [Ask(model, body.chat, body.params(), body)]
+        prompt = body.conversation_of(model.opened.replies)
+        asks = [Ask(model, prompt, body.params(), body)]
         return await self._generate(asks, answers.Chats(model.opened.text), body, request)
 
     async def _generate(
@@ -90,9 +91,9 @@ class HttpFront:
 
     async def tokenize(self, body: schema.Tokenize) -> dict[str, Any]:
         model = self._model(body.model)
-        prompt: Prompt
+        prompt: AnyPrompt
         if body.messages is not None:
-            prompt = [{"role": m.role, "content": m.text} for m in body.messages]
+            prompt = body.conversation(body.messages)
         else:
             prompt = body.prompt or ""
         special = body.add_special_tokens is not False

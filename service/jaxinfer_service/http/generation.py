@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from jaxinfer.request import Scheduling
 from jaxinfer.stream import Stream
-from jaxinfer.text import Delta, Prompt
+from jaxinfer.text import AnyPrompt, Delta
 from jaxinfer_service import status
 from jaxinfer_service.access import tenant_of
 from jaxinfer_service.http import errors
@@ -32,7 +32,7 @@ class Ask:
     """One prompt of a call, and how it is to be continued."""
 
     model: ServedModel
-    prompt: Prompt
+    prompt: AnyPrompt
     params: dict[str, Any]
     body: Sampling
 
@@ -199,8 +199,7 @@ async def _events(asks: Sequence[Ask], shape: Shape, with_usage: bool) -> AsyncG
         try:
             async for delta in deltas:
                 tally.add(delta)
-                part = shape.part(delta)
-                for choice in (*heads, *([part] if part else ())):
+                for choice in (*heads, *shape.parts(delta)):
                     begun = True
                     yield event(choice)
                 heads = []
@@ -220,18 +219,21 @@ class Tally:
     def __init__(self, started: Started):
         self._started, self._generated = started, 0
         self._cached = [0] * started.choices
+        self._reasoning: int | None = None  # None where reasoning is not told apart
 
     def add(self, delta: Delta) -> None:
         self._generated += len(delta.token_ids)
         if delta.finish is not None:
             self._cached[delta.index] = delta.cached_tokens
+            if delta.reasoning_tokens is not None:
+                self._reasoning = (self._reasoning or 0) + delta.reasoning_tokens
 
     def usage(self) -> dict[str, Any]:
         """In all. Of a prompt's samples the later ones find what the first one computed."""
         cached, rest = 0, iter(self._cached)
         for one in self._started.streams:
             cached += min(itertools.islice(rest, len(one.samples)))
-        return usage(self._started.prompt_tokens, self._generated, cached)
+        return usage(self._started.prompt_tokens, self._generated, cached, self._reasoning)
 
 
 def _chunks(call: Call, kind: str, more: str) -> Callable[[Choice], bytes]:

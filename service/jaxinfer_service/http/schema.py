@@ -5,22 +5,21 @@ Ranges are checked where all requests are (`jaxinfer/validation.py`); here are n
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from jaxinfer.conversation import Conversation
 from jaxinfer.generation import SamplingDefaults
+from jaxinfer.replies.formats import ReplyFormat
+from jaxinfer.replies.reader import Replies
 from jaxinfer.request import MAX_LOGIT_BIAS, RequestError, Violation
 from jaxinfer.validation import EngineLimits
+from jaxinfer_service.http import chat_schema
+from jaxinfer_service.http.chat_schema import Message, Templated
+from jaxinfer_service.http.strict import Body, Listed, OneOrMore, Several
 
-# A long list is wrong from the first wrong entry on: thousands of errors would cost gigabytes.
-type Listed[T] = Annotated[list[T], Field(fail_fast=True)]
-type Several[T] = Annotated[list[T], Field(min_length=1, fail_fast=True)]
-OneOrMore = str | Listed[str]
-
-MOST_UNKNOWN = 8  # unknown fields that a refusal names
 COMPLETION_TOKENS = 16  # of a completion where nobody says how many, as the API has it
 
 # By our names, those that the OpenAI API and its common extensions use.
@@ -28,24 +27,6 @@ RENAMED = {
     "max_new_tokens": "max_tokens",
     "include_stop": "include_stop_str_in_output",
 }
-
-
-class Body(BaseModel):
-    """Strict: no field that is not known, no text where a number belongs. null is left out."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        """Without null, and with no more unknown fields than a refusal names."""
-        if not isinstance(given, dict):
-            return given
-        known = cls.model_fields
-        said = {name: value for name, value in given.items() if value is not None}
-        unknown = itertools.islice((name for name in said if name not in known), MOST_UNKNOWN)
-        shown = {name.encode(errors="backslashreplace").decode(): 0 for name in unknown}
-        return {name: value for name, value in said.items() if name in known} | shown
 
 
 class StreamOptions(Body):
@@ -169,27 +150,7 @@ class Completion(Sampling):
         return list(self.prompt)  # type: ignore[arg-type]
 
 
-class TextPart(Body):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Body):
-    """One message of a chat. Its content is a text, or parts of one."""
-
-    role: str
-    content: str | Several[TextPart]
-
-    @property
-    def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
-
-
-class ChatCompletion(Sampling):
+class ChatCompletion(Sampling, Templated):
     """POST /v1/chat/completions."""
 
     messages: Several[Message]
@@ -197,6 +158,9 @@ class ChatCompletion(Sampling):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: TextFormat | None = None
+    parallel_tool_calls: bool | None = Field(
+        None, description="false: calls behind the first are left out."
+    )
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatCompletion:
@@ -214,12 +178,13 @@ class ChatCompletion(Sampling):
             given["logprobs"] = self.top_logprobs or 0
         return given
 
-    @property
-    def chat(self) -> list[dict[str, str]]:
-        return [{"role": message.role, "content": message.text} for message in self.messages]
+    def conversation_of(self, form: ReplyFormat) -> Conversation:
+        """What is asked of a model whose replies have this form. Raises RequestError."""
+        parallel = self.parallel_tool_calls is not False
+        return self.conversation(self.messages, Replies(form, self.offered(form), parallel))
 
 
-class Tokenize(Body):
+class Tokenize(Templated):
     """POST /tokenize: of a text or of a chat."""
 
     model: str = ""
@@ -232,6 +197,8 @@ class Tokenize(Body):
     def _one_prompt(self) -> Tokenize:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
+        if self.messages is None and self.model_fields_set & Templated.model_fields.keys():
+            raise ValueError("tools and options of a chat template are given, and no messages")
         if self.messages is not None and self.add_special_tokens is not None:
             raise ValueError(
                 "add_special_tokens is given for messages, whose template decides by itself"
@@ -248,7 +215,14 @@ class Detokenize(Body):
 
 FIELDS = frozenset(
     name
-    for kind in (Completion, ChatCompletion, Tokenize, Detokenize, Message, TextPart, StreamOptions)
+    for kind in (
+        Completion,
+        ChatCompletion,
+        Tokenize,
+        Detokenize,
+        StreamOptions,
+        *chat_schema.BODIES,
+    )
     for name in kind.model_fields
 )  # by which places in a body are named
 

@@ -1,0 +1,216 @@
+"""What belongs to a chat besides its sampling parameters: messages, tools, template options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from jaxinfer.conversation import Conversation
+from jaxinfer.replies.calls import Offered
+from jaxinfer.replies.formats import TOOL_PARSERS, ReplyFormat
+from jaxinfer.replies.reader import Replies
+from jaxinfer.request import RequestError, Violation
+from jaxinfer_service.http.strict import Body, Listed, Several
+
+MOST_TOOLS = 1024  # of a request
+NAME_CHARACTERS = 256  # of a function's name
+
+Name = Annotated[str, Field(min_length=1, max_length=NAME_CHARACTERS)]
+
+
+class TextPart(Body):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Body):
+    """What was called, with arguments as JSON text: as the model wrote it, which may be none."""
+
+    name: Name
+    arguments: str = "{}"
+
+
+class ToolCall(Body):
+    """A call in a message of the assistant."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = Field(None, description="Of streamed calls; has no effect.")
+
+
+class Message(Body):
+    """One message of a chat. Its content is a text, or parts of one.
+
+    The assistant's may have calls instead, and the reasoning before, by either name.
+    """
+
+    role: str
+    content: str | Several[TextPart] | None = None
+    name: str | None = None
+    tool_calls: Listed[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @model_validator(mode="after")
+    def _of_its_role(self) -> Message:
+        assistant = self.role == "assistant"
+        if self.content is None and not (assistant and (self.tool_calls or self._thought)):
+            raise ValueError(
+                "content is missing; only the assistant's messages with tool_calls may"
+            )
+        for field in ("tool_calls", "reasoning_content", "reasoning"):
+            if getattr(self, field) and not assistant:
+                raise ValueError(f"{field} is given, and the role is not assistant")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError("tool_call_id is given, and the role is not tool")
+        return self
+
+    @property
+    def _thought(self) -> str:
+        return self.reasoning_content or self.reasoning or ""
+
+    @property
+    def text(self) -> str | None:
+        if self.content is None or isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """The message as `Conversation` takes it, with what it has alone."""
+        found: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"id": call.id, "type": call.type, "function": call.function.model_dump()}
+                for call in self.tool_calls
+            ]
+        more = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self._thought,
+        }
+        return found | {name: value for name, value in more.items() if value}
+
+
+class Function(Body):
+    """A function that the model may call. `parameters` is a JSON schema, of an object."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """As templates know it, which all want a description and parameters."""
+        function = self.function
+        parameters = function.parameters or {"type": "object", "properties": {}}
+        told = {"name": function.name, "description": function.description or ""}
+        return {"type": self.type, "function": told | {"parameters": parameters}}
+
+
+class NamedFunction(Body):
+    """Which function is to be called."""
+
+    name: Name
+
+
+class NamedTool(Body):
+    """A tool that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class Templated(Body):
+    """What a chat template is given besides messages.
+
+    `tool_choice`: none, auto (the default with tools), required, or one by its name.
+    """
+
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Further variables of the model's chat template, which must read them."
+    )
+    reasoning_effort: str | None = Field(
+        None, description="A variable of some chat templates; none: without, where it has a switch."
+    )
+
+    @model_validator(mode="after")
+    def _choice_of_tools(self) -> Templated:
+        names: set[str] = set()
+        for tool in self.tools or ():
+            if tool.function.name in names:
+                raise ValueError(f"tools has {tool.function.name!r} more than once")
+            names.add(tool.function.name)
+        choice = self.tool_choice
+        if choice not in (None, "none") and not names:
+            raise ValueError("tool_choice is given, and there are no tools")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ValueError(f"tool_choice names {choice.function.name!r}, which is none of tools")
+        if self.reasoning_effort and "reasoning_effort" in (self.chat_template_kwargs or {}):
+            raise ValueError("reasoning_effort is given in chat_template_kwargs too; give one")
+        return self
+
+    def conversation(
+        self, messages: Sequence[Message], replies: Replies | None = None
+    ) -> Conversation:
+        """Messages with what belongs to them. Without tools where none may be called."""
+        options = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort:
+            options["reasoning_effort"] = self.reasoning_effort
+        told = [] if self.tool_choice == "none" else [t.for_template for t in self.tools or ()]
+        reads = replies is not None and replies.reads
+        return Conversation(
+            [message.for_template for message in messages],
+            told,
+            options,
+            replies if reads else None,
+        )
+
+    def offered(self, form: ReplyFormat) -> Offered | None:
+        """The tools whose calls are read; None for no calls.
+
+        Raises RequestError where calls cannot be read, or not be promised.
+        """
+        if not self.tools or self.tool_choice == "none":
+            return None
+        if not form.tool_parser:
+            why = (
+                "is given, and how this model calls tools is not known; serve it with"
+                f" --tool-call-parser and one of {', '.join(TOOL_PARSERS)}"
+            )
+            raise RequestError([Violation("tools", why)])
+        self._check_promises()
+        return Offered({tool.function.name: tool.function.parameters or {} for tool in self.tools})
+
+    def _check_promises(self) -> None:
+        why = "needs constrained decoding, which this server does not have"
+        if self.tool_choice not in (None, "auto"):
+            said = f"asks for a call in any case, which {why}; leave it out, or say auto"
+            raise RequestError([Violation("tool_choice", said)])
+        for index, tool in enumerate(self.tools or ()):
+            if tool.function.strict:
+                said = f"is true, which {why}; leave it out, and check the arguments yourself"
+                raise RequestError([Violation(f"tools[{index}].function.strict", said)])
+
+
+BODIES = (TextPart, CalledFunction, ToolCall, Message, Function, Tool, NamedFunction, NamedTool)

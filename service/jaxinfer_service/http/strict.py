@@ -1,0 +1,33 @@
+"""Bodies that are honoured or refused: unknown fields are refused, and null is left out."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+# A long list is wrong from the first wrong entry on: thousands of errors would cost gigabytes.
+type Listed[T] = Annotated[list[T], Field(fail_fast=True)]
+type Several[T] = Annotated[list[T], Field(min_length=1, fail_fast=True)]
+OneOrMore = str | Listed[str]
+
+MOST_UNKNOWN = 8  # unknown fields that a refusal names
+
+
+class Body(BaseModel):
+    """Strict: no field that is not known, no text where a number belongs. null is left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Without null, and with no more unknown fields than a refusal names."""
+        if not isinstance(given, dict):
+            return given
+        known = cls.model_fields
+        said = {name: value for name, value in given.items() if value is not None}
+        unknown = itertools.islice((name for name in said if name not in known), MOST_UNKNOWN)
+        shown = {name.encode(errors="backslashreplace").decode(): 0 for name in unknown}
+        return {name: value for name, value in said.items() if name in known} | shown
