@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.replies.reader import Replies
-from jaxinfer.replies.tool_prompt import with_tools_told
+from jaxinfer.replies.tool_prompt import calls_told, with_tools_told
 from jaxinfer.request import RequestError, Violation
 
 if TYPE_CHECKING:
@@ -62,21 +62,25 @@ class Conversation:
         Raises ChatTemplateError with the template's objection, and RequestError for an option that
         it does not read.
         """
-        from jaxinfer.chat_template import ChatTemplateFailure  # Jinja is not for everybody
+        from jaxinfer.chat_template import ChatTemplateError  # Jinja is not for everybody
 
         self._check_roles()
         options = self._options(tokenizer.template_variables(bool(self.tools)))
-        messages, tools = self.messages, [dict(tool) for tool in self.tools]
-        if not tokenizer.takes_tools:
-            messages, tools = with_tools_told(messages, tools), []
-        failures = []
-        for objects, empty in itertools.product((True, False), (False, True)):
-            formed = [_formed(message, objects, empty) for message in messages]
-            try:
-                return tokenizer.apply_chat_template(formed, tools=tools or None, **options)
-            except ChatTemplateFailure as error:
-                failures.append(error)
-        raise failures[0]
+        if tokenizer.takes_tools:
+            tools = [dict(tool) for tool in self.tools] or None
+            messages = self.messages
+            if "tool_calls" not in tokenizer.chat_template_source:
+                form = self.replies.format.tool_parser if self.replies else ""
+                messages = [calls_told(message, form) for message in messages]
+            return _rendered(tokenizer, messages, tools=tools, **options)
+        told = with_tools_told(self.messages, self.tools)
+        try:
+            return _rendered(tokenizer, told, **options)
+        except ChatTemplateError:
+            if not self.tools or told[0]["role"] != "system":
+                raise
+            told[1:2] = [{**told[1], "content": f"{told[0]['content']}\n\n{told[1]['content']}"}]
+            return _rendered(tokenizer, told[1:], **options)
 
     def _check_roles(self) -> None:
         for index, message in enumerate(self.messages):
@@ -97,6 +101,22 @@ class Conversation:
                 why = f"has {name}, which the model's chat template does not read; leave it out"
                 raise RequestError([Violation("chat_template_kwargs", why)])
         return options
+
+
+def _rendered(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any
+) -> list[int]:
+    """Token ids of the first form that the template renders. Raises ChatTemplateError."""
+    from jaxinfer.chat_template import ChatTemplateFailure
+
+    failures = []
+    for objects, empty in itertools.product((True, False), (False, True)):
+        formed = [_formed(message, objects, empty) for message in messages]
+        try:
+            return tokenizer.apply_chat_template(formed, **options)
+        except ChatTemplateFailure as error:
+            failures.append(error)
+    raise failures[0]
 
 
 def _formed(message: Mapping[str, Any], objects: bool, empty: bool) -> dict[str, Any]:

@@ -79,7 +79,7 @@ _TOOLS_IN_TEMPLATES = (
     ("granite", ("<|tool_call|>",)),
     ("phi4_mini_json", ("functools",)),
     ("olmo3", ("<function_calls>",)),
-    ("llama3_json", ('{"name": ', '"parameters": ')),
+    ("llama3_json", ('"parameters": dictionary',)),
     ("pythonic", ("func_name1",)),
 )
 _REASONING_IN_TEMPLATES = (
@@ -87,7 +87,7 @@ _REASONING_IN_TEMPLATES = (
     ("seed_oss", ("seed:think",)),
     ("mistral", ("[THINK]",)),
     ("cohere", ("<|START_THINKING|>",)),
-    ("granite", ("<think>", "<response>")),
+    ("granite", ("<think></think>", "<response></response>")),
     ("granite", ("Here is my thought process:",)),
     ("qwen3", ("<think>",)),
     ("qwen3", ("</think>",)),
@@ -107,6 +107,11 @@ class ReplyFormat:
     tool_parser: str = ""
     reasoning_parser: str = ""
     kept: frozenset[int] = frozenset()
+
+    def describe(self) -> str:
+        """For a log."""
+        tools, reasoning = self.tool_parser or NONE, self.reasoning_parser or NONE
+        return f"tool_call_parser {tools}, reasoning_parser {reasoning}"
 
     @property
     def harmony(self) -> bool:

@@ -21,6 +21,8 @@ Where one helps, reply with nothing but a list of calls, each with a name and ar
 </tool_call>
 Results are given between <tool_response> and </tool_response>. Where none helps, reply as usual."""
 
+_TAGGED = "<tool_call>\n[{}]\n</tool_call>"
+
 
 def with_tools_told(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
@@ -35,7 +37,7 @@ def with_tools_told(
         elif is_result:
             told.append({"role": "user", "content": _response(message)})
         else:
-            told.append(_without_calls(message))
+            told.append(calls_told(message))
         result_before = is_result
     if tools:
         listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
@@ -50,11 +52,13 @@ def _response(message: Mapping[str, Any]) -> str:
     return f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
 
 
-def _without_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+def calls_told(message: Mapping[str, Any], form: str = "") -> dict[str, Any]:
+    """A message whose calls are text: for templates that know of none. `form`: a tool parser."""
     content = message.get("content") or ""
     if calls := message.get("tool_calls"):
         written = ", ".join(_call(**call["function"]) for call in calls)
-        content = f"{content}\n<tool_call>\n[{written}]\n</tool_call>".lstrip("\n")
+        text = f"<|tool_call|>[{written}]" if form == "granite" else _TAGGED.format(written)
+        content = f"{content}\n{text}".lstrip("\n")
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
     return plain | {"content": content}
 

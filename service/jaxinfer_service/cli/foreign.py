@@ -82,6 +82,10 @@ ADVICE: dict[str, str] = {
     "--max-num-partial-prefills": "a chunk serves up to 8 prompts at once; leave it out",
     "--long-prefill-token-threshold": "use --tpot-target-ms: chunks are sized so that running"
     " streams keep it",
+    "--enable-auto-tool-choice": _ALWAYS,
+    "--enable-reasoning": _ALWAYS + "; --reasoning-parser says how it is written",
+    "--exclude-tools-when-tool-choice-none": _ALWAYS,
+    "--tool-parser-plugin": "--tool-call-parser names those there are",
     "--seed": _REQUEST,
     "--disable-log-requests": "requests are logged with --log-level debug only; leave it out",
     "--uvicorn-log-level": "use --log-level",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from jaxinfer_service.model import OpenedModel
     from jaxinfer_service.server import ServerConfig
     from jaxinfer_service.tls import Tls
+
+logger = logging.getLogger(__name__)
 
 _SERVER = "Server"
 
@@ -110,6 +113,8 @@ def serve(
     chat_template: text_options.ChatTemplate = None,
     generation_config: text_options.GenerationConfig = "auto",
     override_generation_config: text_options.OverrideGenerationConfig = None,
+    tool_call_parser: text_options.ToolCallParser = "auto",
+    reasoning_parser: text_options.ReasoningParser = "auto",
     preset: engine_options.Preset = None,
     max_model_len: engine_options.MaxModelLen = None,
     max_num_seqs: engine_options.MaxNumSeqs = None,
@@ -167,7 +172,9 @@ def serve(
     names = served_model_name or [Path(model).name or model]
     try:
         text = TextOptions.read(chat_template, generation_config, override_generation_config)
-        source = Source(model, names, options.stored_dtype(dtype), engine, preset or "", text)
+        parsers = (tool_call_parser, reasoning_parser)
+        stored = options.stored_dtype(dtype)
+        source = Source(model, names, stored, engine, preset or "", text, parsers)
         server = ServerConfig(
             host=host,
             port=port,
@@ -197,7 +204,7 @@ def _tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> Tls | N
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What to serve and how; `dtype` None is as stored."""
+    """What to serve and how; `dtype` None is as stored, `parsers` are of calls and of reasoning."""
 
     model: str
     names: list[str]
@@ -205,6 +212,7 @@ class Source:
     engine: EngineConfig
     preset: str
     text: TextOptions
+    parsers: tuple[str, str] = ("auto", "auto")
 
 
 async def _serve(config: ServerConfig, source: Source) -> bool:
@@ -217,6 +225,7 @@ def open_model(source: Source) -> OpenedModel:
     """Load and compile. Runs in a thread, once the port is bound."""
     from jaxinfer.engine_thread import EngineThread
     from jaxinfer.llm import open_engine
+    from jaxinfer.replies.formats import reply_format
     from jaxinfer.text import TextProcessor
     from jaxinfer_service.model import OpenedModel
 
@@ -228,6 +237,8 @@ def open_model(source: Source) -> OpenedModel:
     # would stop the engine's thread for milliseconds.
     gc.collect()
     gc.freeze()
+    replies = reply_format(loaded.tokenizer, *source.parsers)
+    logger.info("chats: %s", replies.describe())
     generation = loaded.generation
     return OpenedModel(
         names=source.names,
@@ -242,6 +253,7 @@ def open_model(source: Source) -> OpenedModel:
         ),
         preset=source.preset,
         determinism=_determinism(engine) if source.engine.deterministic else "",
+        replies=replies,
     )
 
 

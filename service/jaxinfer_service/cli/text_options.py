@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from jaxinfer.field_rules import shown
+from jaxinfer.replies.formats import REASONING_PARSERS, TOOL_PARSERS, check_parser
 
 _MODEL = "Model"
 
@@ -50,6 +52,44 @@ OverrideGenerationConfig = Annotated[
         metavar="JSON",
         help="""Sampling defaults that win over those, e.g. '{"temperature": 0.6}'.""",
         show_default=False,
+        rich_help_panel=_MODEL,
+    ),
+]
+
+
+def parse_tool_parser(value: str) -> str:
+    return _known("tool-call-parser", value, TOOL_PARSERS)
+
+
+def parse_reasoning_parser(value: str) -> str:
+    return _known("reasoning-parser", value, REASONING_PARSERS)
+
+
+def _known(option: str, value: str, names: Mapping[str, object]) -> str:
+    try:
+        check_parser(option, value, names)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return value
+
+
+ToolCallParser = Annotated[
+    str,
+    typer.Option(
+        parser=parse_tool_parser,
+        metavar="NAME",
+        help="How calls of tools are written: auto (as the chat template has them), none, or"
+        f" {', '.join(TOOL_PARSERS)}.",
+        rich_help_panel=_MODEL,
+    ),
+]
+ReasoningParser = Annotated[
+    str,
+    typer.Option(
+        parser=parse_reasoning_parser,
+        metavar="NAME",
+        help="How reasoning is written: auto (as the chat template has it), none, or"
+        f" {', '.join(REASONING_PARSERS)}.",
         rich_help_panel=_MODEL,
     ),
 ]
