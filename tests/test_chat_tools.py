@@ -7,7 +7,6 @@ import json
 
 import httpx2 as httpx
 import openai
-import pytest
 import tokenizers
 from fake_engine import EOS, ScriptedEngine, byte_tokenizer, limits, says
 from jaxinfer_service.model import OpenedModel
@@ -40,6 +39,7 @@ WEATHER = {
     },
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+COLOGNE = ("weather", '{"city": "Köln"}')
 LIMITS = limits(max_model_len=4096, kv_tokens=8192, vocab_size=300, max_queued_tokens=100_000)
 
 
@@ -62,21 +62,20 @@ class Said:
         return [*(reply.encode() if isinstance(reply, str) else reply), EOS]
 
 
+def opened(engine, tokenizer) -> OpenedModel:
+    return OpenedModel(
+        ["fake"],
+        TextProcessor(tokenizer, tokenizer.eos_ids, engine.limits),
+        lambda *calls: EngineThread(engine, *calls),
+        replies=reply_format(tokenizer),
+    )
+
+
 @contextlib.asynccontextmanager
-async def chatting(script, tokenizer=None, **parsers):
+async def chatting(script, tokenizer=None):
     """(openai client, httpx client) of a server whose model says what the script has."""
-    tokenizer = tokenizer or tokenizer_with(TEMPLATE)
-    engine = ScriptedEngine(script, LIMITS)
-
-    def open_model():
-        return OpenedModel(
-            ["fake"],
-            TextProcessor(tokenizer, tokenizer.eos_ids, engine.limits),
-            lambda *calls: EngineThread(engine, *calls),
-            replies=reply_format(tokenizer, **parsers),
-        )
-
-    async with serving_model(open_model, http_port=0) as (server, _):
+    model = opened(ScriptedEngine(script, LIMITS), tokenizer or tokenizer_with(TEMPLATE))
+    async with serving_model(lambda: model, http_port=0) as (server, _):
         url = f"http://127.0.0.1:{server.http_port}"
         async with (
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
@@ -145,33 +144,29 @@ async def test_a_whole_round_trip():
     assert second == first + f'{CALL}\n[tool]{{"t": 22}}\n[assistant]'
 
 
-@pytest.mark.parametrize(
-    ("reply", "content", "thought", "made"),
-    [
-        (CALL, None, None, [("weather", '{"city": "Köln"}')]),
-        (f"I look.\n{CALL}\n{CALL}", "I look.", None, [("weather", '{"city": "Köln"}')] * 2),
-        (f"<think>\nhm\n</think>\n\n{CALL}", None, "hm", [("weather", '{"city": "Köln"}')]),
-        ("<think>hm</think>No.", "No.", "hm", []),
-        ("<tool_call>weather(Köln)</tool_call>", "<tool_call>weather(Köln)</tool_call>", None, []),
-        ("plain 😀 text ", "plain 😀 text ", None, []),
-    ],
-)
-def test_streamed_and_whole_answers_are_the_same(reply, content, thought, made):
-    @in_loop
-    async def answer():
-        async with chatting(Said(reply)) as (client, _):
+REPLIES = [
+    (CALL, None, None, [COLOGNE]),
+    (f"I look.\n{CALL}\n{CALL}", "I look.", None, [COLOGNE] * 2),
+    (f"<think>\nhm\n</think>\n\n{CALL}", None, "hm", [COLOGNE]),
+    ("<think>hm</think>No.", "No.", "hm", []),
+    ("<tool_call>weather(Köln)</tool_call>", "<tool_call>weather(Köln)</tool_call>", None, []),
+    ("plain 😀 text ", "plain 😀 text ", None, []),
+]
+
+
+@in_loop
+async def test_streamed_and_whole_answers_are_the_same():
+    said = Said("")
+    async with chatting(said) as (client, _):
+        for reply, content, thought, made in REPLIES:
+            said.replies = [reply]
             choice, usage = await ask(client, tools=[WEATHER])
-            assert (choice.message.content, reasoning(choice), calls(choice)) == (
-                content,
-                thought,
-                made,
-            )
+            found = (choice.message.content, reasoning(choice), calls(choice))
+            assert found == (content, thought, made)
             assert choice.finish_reason == ("tool_calls" if made else "stop")
             thinking = reply.partition("</think>")[0] + "</think>" if thought else ""
-            found = usage.completion_tokens_details.reasoning_tokens
-            assert found == len(thinking.encode()) and usage.completion_tokens > found
-
-    answer()
+            tokens = usage.completion_tokens_details.reasoning_tokens
+            assert tokens == len(thinking.encode()) and usage.completion_tokens > tokens
 
 
 @in_loop
@@ -213,7 +208,7 @@ async def test_a_template_without_tools_is_told_of_them():
     said = Said(CALL)
     async with chatting(said, tokenizer_with(TOLD)) as (client, _):
         choice, _ = await ask(client, tools=[WEATHER])
-        assert calls(choice) == [("weather", '{"city": "Köln"}')]
+        assert calls(choice) == [COLOGNE]
         call = {"id": "c", "type": "function"}
         call["function"] = {"name": "weather", "arguments": '{"city": "Rome"}'}
         messages = [
@@ -240,7 +235,7 @@ async def test_choices_of_tools():
         choice, _ = await ask(client, tools=[WEATHER], tool_choice="none")
         assert choice.message.content == CALL * 2 and "weather" not in said.prompts[-1]
         choice, _ = await ask(client, tools=[WEATHER], parallel_tool_calls=False)
-        assert calls(choice) == [("weather", '{"city": "Köln"}')]
+        assert calls(choice) == [COLOGNE]
         choice, _ = await ask(client, tools=[WEATHER], max_tokens=len(CALL.encode()) - 17)
         assert choice.finish_reason == "length" and calls(choice) == [("weather", '{"city": "Köl')]
 
@@ -303,7 +298,7 @@ BAD = [
     ({"reasoning_effort": "high"}, "chat_template_kwargs", "has reasoning_effort"),
     ({"messages": [{"role": "assistant"}]}, "messages[0]", "content is missing"),
     ({"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]}, "messages[0]", "tool"),
-    ({"messages": [{"role": "", "content": "x"}]}, "prompt[0].role", "is empty"),
+    ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role", "at least 1"),
     ({"functions": []}, "functions", "not known"),
 ]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -251,6 +253,14 @@ def test_arguments_come_piece_by_piece():
         said = [call for delta in deltas for call in delta.calls]
         assert said[0].name == "f" and {call.name for call in said[1:]} == {""}
         assert [call.arguments for call in said[1:]][-7:] == list("one two")
+
+
+def test_the_guide_has_all_parsers():
+    guide = (Path(__file__).parent.parent / "docs/http.md").read_text()
+    for table, names in (("tool-call", TOOL_PARSERS), ("reasoning", REASONING_PARSERS)):
+        rows = guide.partition(f"| `--{table}-parser` |")[2].partition("\n\n")[0]
+        first = " ".join(row.split("|")[1] for row in rows.splitlines()[1:] if row)
+        assert set(re.findall(r"`(\w+)`", first)) == set(names)
 
 
 # -- any reply -----------------------------------------------------------------------------------

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxinfer.replies.calls import Offered
 from jaxinfer.replies.events import Arguments, CallStart, Content, Event, Reading, Reasoning
 from jaxinfer.replies.formats import HARMONY, REASONING_PARSERS, TOOL_PARSERS, ReplyFormat
 from jaxinfer.replies.harmony import harmony
 from jaxinfer.replies.scan import Text, rest
+from jaxinfer.request import RequestError, Violation
 
 if TYPE_CHECKING:
     from jaxinfer.text import Delta
@@ -39,10 +41,21 @@ class Replies:
     offered: Offered | None = None
     parallel: bool = True
 
-    @property
-    def reads(self) -> bool:
-        """Whether a reply can be anything but content."""
-        return bool(self.format.reasoning_parser or self.format.harmony or self.offered)
+
+def replies_with(
+    form: ReplyFormat, tools: Mapping[str, Mapping[str, Any]], parallel: bool = True
+) -> Replies | None:
+    """How replies are read where these tools may be called, by their parameters' JSON schemas; None
+    where there is nothing to read. Raises RequestError where calls cannot be."""
+    if tools and not form.tool_parser:
+        why = (
+            "is given, and how this model calls tools is not known; serve it with"
+            f" --tool-call-parser and one of {', '.join(TOOL_PARSERS)}"
+        )
+        raise RequestError([Violation("tools", why)])
+    if not (tools or form.reasoning_parser or form.harmony):
+        return None
+    return Replies(form, Offered(tools) if tools else None, parallel)
 
 
 class ReplyReader:

@@ -5,12 +5,12 @@
         for chunk in client.stream("Once upon a time", temperature=0, max_new_tokens=50):
             print(chunk.text, end="", flush=True)
 
-A prompt is a text, token ids, or chat messages ({"role": ..., "content": ...}); further keywords
-are those of `Asked`. With `n` samples, each chunk has its sample's `index`. Leaving the loop over a
-stream ends the request on the server. `generate_all` asks many prompts, so many at a time. Calls
-that a server could not take are tried again (`Connection`); those that fail raise grpc.RpcError,
-whose details `violations` reads. `control` is the stub of jaxinfer.v1.Control. `AsyncClient` is
-the same for asyncio.
+A prompt is a text, token ids, or chat messages ({"role": ..., "content": ...}), or what
+`chat_prompt.chat` makes of messages and tools; further keywords are those of `Asked`. With `n`
+samples, each chunk has its sample's `index`. Leaving the loop over a stream ends the request on the
+server. `generate_all` asks many prompts, so many at a time. Calls that a server could not take are
+tried again (`Connection`); those that fail raise grpc.RpcError, whose details `violations` reads.
+`control` is the stub of jaxinfer.v1.Control. `AsyncClient` is the same for asyncio.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+from jaxinfer_service import chat_prompt
 from jaxinfer_service.channel import Connection
 from jaxinfer_service.pb.jaxinfer.v1 import control_pb2_grpc, inference_pb2_grpc
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | pb.Chat
 _OF_REQUEST = ("priority", "tenant", "cache_salt")
 
 READY_SECONDS = 600.0  # a first start fetches, converts and compiles
@@ -76,7 +77,7 @@ def generate_request(prompt: Prompt, model: str = "", **asked: Unpack[Asked]) ->
     request = pb.GenerateRequest(model=model, sampling=pb.Sampling(**fields), **own)
     if isinstance(prompt, str):
         request.text = prompt
-    elif prompt and isinstance(prompt[0], Mapping):
+    elif isinstance(prompt, pb.Chat) or (prompt and isinstance(prompt[0], Mapping)):
         request.chat.CopyFrom(_chat(prompt))
     else:
         request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
@@ -90,8 +91,8 @@ def tokenize_request(prompt: Prompt, model: str = "", **options: Any) -> pb.Toke
     return pb.TokenizeRequest(model=model, chat=_chat(prompt), **options)
 
 
-def _chat(messages: Sequence[Any]) -> pb.Chat:
-    return pb.Chat(messages=[pb.ChatMessage(**message) for message in messages])
+def _chat(prompt: Any) -> pb.Chat:
+    return prompt if isinstance(prompt, pb.Chat) else chat_prompt.chat(prompt)
 
 
 def violations(error: grpc.RpcError) -> dict[str, str]:

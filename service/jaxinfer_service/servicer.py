@@ -105,7 +105,8 @@ class InferenceService:
             timeout = None
         params, scheduling = wire.params_of(request.sampling), wire.scheduling_of(request)
         with wire.named(request):
-            return await model.frontend.submit(wire.prompt_of(request), params, timeout, scheduling)
+            prompt = wire.prompt_of(request, model.opened.replies)
+            return await model.frontend.submit(prompt, params, timeout, scheduling)
 
 
 def _log_end(stream: Stream, ends: Sequence[Delta], generated: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from jaxinfer.replies.formats import ReplyFormat
 from jaxinfer.request import (
     FinishReason,
     RequestError,
@@ -17,8 +18,9 @@ from jaxinfer.request import (
     TokenLogprobs,
     Violation,
 )
-from jaxinfer.text import Delta, Finish, Prompt
+from jaxinfer.text import AnyPrompt, Delta, Finish
 from jaxinfer_service.access import tenant_of
+from jaxinfer_service.chat_wire import conversation_of, fill_reply
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
 
 _SCALARS = (
@@ -61,17 +63,18 @@ def _unknown_fields(message: Message) -> Iterator[str]:
             yield from _unknown_fields(part)
 
 
-def prompt_of(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
-    """The prompt of a request. Raises RequestError when there is none."""
+def prompt_of(
+    request: pb.GenerateRequest | pb.TokenizeRequest, form: ReplyFormat | None = None
+) -> AnyPrompt:
+    """The prompt of a request; `form`: of replies to chats. Raises RequestError for none."""
     kind = request.WhichOneof("prompt")
     if kind == "text":
         return request.text
     if kind == "token_ids" and isinstance(request, pb.GenerateRequest):
         return list(request.token_ids.ids)
-    if kind == "chat" and request.chat.messages:
-        return [{"role": m.role, "content": m.content} for m in request.chat.messages]
-    message = "has no messages; give at least one" if kind == "chat" else "is missing; set one"
-    raise RequestError([Violation(kind or "prompt", message)])
+    if kind == "chat":
+        return conversation_of(request.chat, form)
+    raise RequestError([Violation("prompt", "is missing; set one")])
 
 
 @contextlib.contextmanager
@@ -85,12 +88,15 @@ def named(request: pb.GenerateRequest | pb.TokenizeRequest) -> Iterator[None]:
         raise RequestError(named) from error
 
 
+_OF_CHATS = {"tools": "chat.tools", "chat_template_kwargs": "chat.template_options"}
 _LISTS = {"token_ids": "token_ids.ids", "chat": "chat.messages"}
 
 
 def _path(field: str, kind: str) -> str:
     """A field's path within the request's message: prompt[0] of a chat is chat.messages[0]."""
     name, bracket, rest = field.partition("[")
+    if name in _OF_CHATS:
+        return _OF_CHATS[name] + bracket + rest
     if name == "prompt":
         return (_LISTS[kind] if bracket else kind) + bracket + rest
     return f"sampling.{field}" if name in pb.Sampling.DESCRIPTOR.fields_by_name else field
@@ -119,6 +125,7 @@ def fill(message: pb.GenerateResponse | pb.GenerateChunk | pb.Sample, delta: Del
     message.logprobs.extend(
         _logprobs(token, entry) for token, entry in zip(delta.token_ids, delta.logprobs)
     )
+    fill_reply(message, delta)
     if delta.finish is not None:
         message.finish.CopyFrom(_finish(delta.finish))
 
@@ -135,6 +142,9 @@ def fill_end(
     usage.prompt_tokens = prompt_tokens
     usage.generated_tokens = generated_tokens
     usage.cached_tokens = min(end.cached_tokens for end in ends)  # a later sample finds its peers'
+    reasoning = [end.reasoning_tokens for end in ends if end.reasoning_tokens is not None]
+    if reasoning:
+        usage.reasoning_tokens = sum(reasoning)
     timing.queued = min(t.queued or 0.0 for t in timings)
     timing.first_token = min(t.first_token or 0.0 for t in timings)
     timing.total = max(t.total for t in timings)

@@ -75,7 +75,8 @@ class HttpFront:
 
     async def chat_completions(self, body: schema.ChatCompletion, request: Request) -> Response:
         model = self._model(body.model)
-        prompt = body.conversation_of(model.opened.replies)
+        parallel = body.parallel_tool_calls is not False
+        prompt = body.conversation(body.messages, model.opened.replies, parallel)
         asks = [Ask(model, prompt, body.params(), body)]
         return await self._generate(asks, answers.Chats(model.opened.text), body, request)
 

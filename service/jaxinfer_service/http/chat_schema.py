@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from jaxinfer.conversation import Conversation
-from jaxinfer.replies.calls import Offered
-from jaxinfer.replies.formats import TOOL_PARSERS, ReplyFormat
-from jaxinfer.replies.reader import Replies
+from jaxinfer.replies.formats import ReplyFormat
+from jaxinfer.replies.reader import replies_with
 from jaxinfer.request import RequestError, Violation
 from jaxinfer_service.http.strict import Body, Listed, Several
 
@@ -49,7 +48,7 @@ class Message(Body):
     The assistant's may have calls instead, and the reasoning before, by either name.
     """
 
-    role: str
+    role: str = Field(min_length=1)
     content: str | Several[TextPart] | None = None
     name: str | None = None
     tool_calls: Listed[ToolCall] | None = None
@@ -171,43 +170,28 @@ class Templated(Body):
         return self
 
     def conversation(
-        self, messages: Sequence[Message], replies: Replies | None = None
+        self, messages: Sequence[Message], form: ReplyFormat | None = None, parallel: bool = True
     ) -> Conversation:
-        """Messages with what belongs to them. Without tools where none may be called."""
+        """Messages with what belongs to them; without tools where none may be called. `form`: of
+        the replies, which nobody reads without. Raises RequestError for what cannot be honoured."""
         options = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort:
             options["reasoning_effort"] = self.reasoning_effort
-        told = [] if self.tool_choice == "none" else [t.for_template for t in self.tools or ()]
-        reads = replies is not None and replies.reads
-        return Conversation(
-            [message.for_template for message in messages],
-            told,
-            options,
-            replies if reads else None,
-        )
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        replies = None
+        if form is not None:
+            self._check_promises(tools)
+            schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+            replies = replies_with(form, schemas, parallel)
+        asked = [message.for_template for message in messages]
+        return Conversation(asked, [tool.for_template for tool in tools], options, replies)
 
-    def offered(self, form: ReplyFormat) -> Offered | None:
-        """The tools whose calls are read; None for no calls.
-
-        Raises RequestError where calls cannot be read, or not be promised.
-        """
-        if not self.tools or self.tool_choice == "none":
-            return None
-        if not form.tool_parser:
-            why = (
-                "is given, and how this model calls tools is not known; serve it with"
-                f" --tool-call-parser and one of {', '.join(TOOL_PARSERS)}"
-            )
-            raise RequestError([Violation("tools", why)])
-        self._check_promises()
-        return Offered({tool.function.name: tool.function.parameters or {} for tool in self.tools})
-
-    def _check_promises(self) -> None:
+    def _check_promises(self, tools: Sequence[Tool]) -> None:
         why = "needs constrained decoding, which this server does not have"
-        if self.tool_choice not in (None, "auto"):
+        if self.tool_choice not in (None, "auto", "none"):
             said = f"asks for a call in any case, which {why}; leave it out, or say auto"
             raise RequestError([Violation("tool_choice", said)])
-        for index, tool in enumerate(self.tools or ()):
+        for index, tool in enumerate(tools):
             if tool.function.strict:
                 said = f"is true, which {why}; leave it out, and check the arguments yourself"
                 raise RequestError([Violation(f"tools[{index}].function.strict", said)])

@@ -10,10 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from jaxinfer.conversation import Conversation
 from jaxinfer.generation import SamplingDefaults
-from jaxinfer.replies.formats import ReplyFormat
-from jaxinfer.replies.reader import Replies
 from jaxinfer.request import MAX_LOGIT_BIAS, RequestError, Violation
 from jaxinfer.validation import EngineLimits
 from jaxinfer_service.http import chat_schema
@@ -177,11 +174,6 @@ class ChatCompletion(Sampling, Templated):
         if self.logprobs:
             given["logprobs"] = self.top_logprobs or 0
         return given
-
-    def conversation_of(self, form: ReplyFormat) -> Conversation:
-        """What is asked of a model whose replies have this form. Raises RequestError."""
-        parallel = self.parallel_tool_calls is not False
-        return self.conversation(self.messages, Replies(form, self.offered(form), parallel))
 
 
 class Tokenize(Templated):
