@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer.replies.history import for_channels, one_call_each
 from jaxinfer.replies.reader import Replies
 from jaxinfer.replies.tool_prompt import calls_told, with_tools_told
 from jaxinfer.request import RequestError, Violation
@@ -46,15 +47,18 @@ class Conversation:
     @property
     def size(self) -> int:
         """Bytes of text that a template may put into a prompt. Raises ValueError for no text."""
-        texts = (
-            text
-            for message in self.messages
-            for text in (message["role"], message.get("content"), message.get("reasoning_content"))
-            if text
-        )
-        calls = [c["function"] for m in self.messages for c in m.get("tool_calls", ())]
-        more = json.dumps([self.tools, calls], ensure_ascii=False)
-        return sum(len(text.encode()) for text in texts) + len(more.encode())
+        size = 0
+        todo: list[Any] = [[*message.values()] for message in self.messages]
+        todo += [self.tools, self.options]
+        while todo:
+            part = todo.pop()
+            if isinstance(part, str):
+                size += len(part.encode())
+            elif isinstance(part, Mapping):
+                todo += [*part.keys(), *part.values()]
+            elif isinstance(part, Sequence):
+                todo += part
+        return size
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
         """Token ids by the model's chat template.
@@ -66,21 +70,17 @@ class Conversation:
 
         self._check_roles()
         options = self._options(tokenizer.template_variables(bool(self.tools)))
-        if tokenizer.takes_tools:
-            tools = [dict(tool) for tool in self.tools] or None
-            messages = self.messages
-            if "tool_calls" not in tokenizer.chat_template_source:
-                form = self.replies.format.tool_parser if self.replies else ""
-                messages = [calls_told(message, form) for message in messages]
-            return _rendered(tokenizer, messages, tools=tools, **options)
-        told = with_tools_told(self.messages, self.tools)
+        if not tokenizer.takes_tools:
+            return _rendered_told(tokenizer, self.messages, self.tools, options)
+        options["tools"] = [dict(tool) for tool in self.tools] or None
+        messages = _as_known(self.messages, tokenizer.chat_template_source)
+        apart = one_call_each(messages)
         try:
-            return _rendered(tokenizer, told, **options)
+            return _rendered(tokenizer, messages, **options)
         except ChatTemplateError:
-            if not self.tools or told[0]["role"] != "system":
+            if len(apart) == len(messages):
                 raise
-            told[1:2] = [{**told[1], "content": f"{told[0]['content']}\n\n{told[1]['content']}"}]
-            return _rendered(tokenizer, told[1:], **options)
+            return _rendered(tokenizer, apart, **options)  # Llama's takes one call a message
 
     def _check_roles(self) -> None:
         for index, message in enumerate(self.messages):
@@ -103,15 +103,47 @@ class Conversation:
         return options
 
 
+def _as_known(messages: Sequence[Mapping[str, Any]], source: str) -> list[Mapping[str, Any]]:
+    """Messages with what a template of this text would leave out in a place that it looks at."""
+    if "<|channel|>" in source:
+        return [for_channels(message) for message in one_call_each(messages)]
+    if "tool_calls" not in source:
+        return [calls_told(message, "<|tool_call|>" in source) for message in messages]
+    return [*messages]
+
+
+def _rendered_told(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+) -> list[int]:
+    """Token ids where the template takes no tools; nor, maybe, a message of the system."""
+    from jaxinfer.chat_template import ChatTemplateError
+
+    told = with_tools_told(messages, tools)
+    try:
+        return _rendered(tokenizer, told, **options)
+    except ChatTemplateError:
+        if not tools or len(told) < 2:
+            raise
+        system, first, *rest = told
+        joined = {**first, "content": f"{system['content']}\n\n{first['content']}"}
+        return _rendered(tokenizer, [joined, *rest], **options)
+
+
 def _rendered(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any
 ) -> list[int]:
     """Token ids of the first form that the template renders. Raises ChatTemplateError."""
     from jaxinfer.chat_template import ChatTemplateFailure
 
+    called = any("tool_calls" in message for message in messages)
+    objects = (True, False) if called else (True,)
+    empties = (False, True) if any(m.get("content") is None for m in messages) else (False,)
     failures = []
-    for objects, empty in itertools.product((True, False), (False, True)):
-        formed = [_formed(message, objects, empty) for message in messages]
+    for form in itertools.product(objects, empties):
+        formed = [_formed(message, *form) for message in messages]
         try:
             return tokenizer.apply_chat_template(formed, **options)
         except ChatTemplateFailure as error:

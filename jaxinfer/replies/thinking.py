@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxinfer.replies.events import Content, Reading, Reasoning
 from jaxinfer.replies.scan import Marks, Text, match, skip_space, until
 
-TAIL = 64  # characters of a prompt's end in which its last words are
+TAIL = 16  # tokens of a prompt's end that show whether it begins the reasoning
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,12 +52,12 @@ def _response(message: Mapping[str, Any]) -> str:
     return f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
 
 
-def calls_told(message: Mapping[str, Any], form: str = "") -> dict[str, Any]:
-    """A message whose calls are text: for templates that know of none. `form`: a tool parser."""
+def calls_told(message: Mapping[str, Any], as_granite: bool = False) -> dict[str, Any]:
+    """A message whose calls are text, for templates that know of none."""
     content = message.get("content") or ""
     if calls := message.get("tool_calls"):
         written = ", ".join(_call(**call["function"]) for call in calls)
-        text = f"<|tool_call|>[{written}]" if form == "granite" else _TAGGED.format(written)
+        text = f"<|tool_call|>[{written}]" if as_granite else _TAGGED.format(written)
         content = f"{content}\n{text}".lstrip("\n")
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
     return plain | {"content": content}

@@ -64,7 +64,9 @@ def _as_json(written: str, schema: Any) -> str:
     """An argument by its schema: a text if that says so or says nothing, and if it is no JSON."""
     if isinstance(schema, dict) and schema.get("type") != "string" and schema:
         try:
-            return json.dumps(json.loads(written), ensure_ascii=False, allow_nan=False)
+            said = json.dumps(json.loads(written), ensure_ascii=False, allow_nan=False)
+            said.encode()  # which half of a surrogate pair fails
+            return said
         except (ValueError, RecursionError):
             pass
     return json.dumps(written, ensure_ascii=False)
