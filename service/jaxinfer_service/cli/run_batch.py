@@ -56,6 +56,8 @@ def run_batch(
     chat_template: text_options.ChatTemplate = None,
     generation_config: text_options.GenerationConfig = "auto",
     override_generation_config: text_options.OverrideGenerationConfig = None,
+    tool_call_parser: text_options.ToolCallParser = "auto",
+    reasoning_parser: text_options.ReasoningParser = "auto",
     preset: engine_options.Preset = "batch",
     max_model_len: engine_options.MaxModelLen = None,
     max_num_seqs: engine_options.MaxNumSeqs = None,
@@ -94,9 +96,8 @@ def run_batch(
                 text = TextOptions.read(
                     chat_template, generation_config, override_generation_config
                 )
-                source = Source(
-                    model, names, options.stored_dtype(dtype), engine, preset or "", text
-                )
+                stored, parsers = options.stored_dtype(dtype), (tool_call_parser, reasoning_parser)
+                source = Source(model, names, stored, engine, preset or "", text, parsers)
                 at_once = concurrency or _AT_ONCE * engine.max_num_seqs
                 with unwinding(lambda: _state(journal, lines)):
                     opened = open_model(source)
