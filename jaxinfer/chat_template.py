@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 
 from jaxinfer.template_limits import TemplateLimitError, metered
 from jaxinfer.template_sandbox import TemplateEnvironment, TemplateRefusal
@@ -37,7 +37,7 @@ class ChatTemplate:
     """A compiled template. Rendering is pure: same messages, same text (but for `strftime_now`).
 
     Attributes:
-        variables: the names that it reads, `tools` and `enable_thinking` for two.
+        variables: the names that it reads of what it is given, `enable_thinking` for one.
     """
 
     def __init__(self, source: str, variables: Mapping[str, str], name: str = "default"):
@@ -111,8 +111,8 @@ def _compiled(source: str) -> tuple[jinja2.Template, frozenset[str], frozenset[s
     try:
         parsed = environment.parse(source)
         words = frozenset(node.value for node in parsed.find_all(nodes.Const) if _is_text(node))
-        names = frozenset(node.name for node in parsed.find_all(nodes.Name) if node.ctx == "load")
-        return environment.from_string(parsed), words, names
+        names = meta.find_undeclared_variables(parsed) - environment.globals.keys()
+        return environment.from_string(parsed), words, frozenset(names)
     except (RecursionError, MemoryError, SyntaxError) as error:  # of the Python it is made into
         raise jinja2.TemplateError("is nested too deeply, or too long") from error
 
