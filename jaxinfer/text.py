@@ -204,7 +204,7 @@ class TextProcessor:
         skip = request.params.skip_special_tokens
         if replies is None:
             return OutputBuilder(request, self._detokenizers.start(request.prompt, skip), index)
-        start = self._detokenizers.start(request.prompt, skip, replies.format.kept)
+        start = self._detokenizers.start(request.prompt, skip, replies.kept)
         tail = self.decode(request.prompt[-TAIL:], skip_special_tokens=False)
         return OutputBuilder(request, start, index, ReplyReader(replies, tail))
 

@@ -144,6 +144,7 @@ async def test_a_whole_round_trip():
     assert second == first + f'{CALL}\n[tool]{{"t": 22}}\n[assistant]'
 
 
+SPECIAL = ("[TOOL_CALLS]", "[OTHER]", "[THINK]", "[/THINK]")
 REPLIES = [
     (CALL, None, None, [COLOGNE]),
     (f"I look.\n{CALL}\n{CALL}", "I look.", None, [COLOGNE] * 2),
@@ -188,15 +189,16 @@ async def test_a_call_is_streamed_by_its_name_and_then_piece_by_piece():
 async def test_marks_that_are_special_tokens_are_read_and_not_shown():
     """Though special tokens are left out of texts."""
     tokenizer = tokenizer_with(
-        "{{ tools }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[TOOL_CALLS]",
-        "[TOOL_CALLS]",
-        "[OTHER]",
+        "{{ tools }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{# [TOOL_CALLS] [THINK] #}",
+        *SPECIAL,
     )
-    mark, other = (tokenizer.raw.token_to_id(token) for token in ("[TOOL_CALLS]", "[OTHER]"))
-    call = [other, *b"So:", mark, *b'[{"name": "weather", "arguments": {}}]']
+    mark, other, think, end = (tokenizer.raw.token_to_id(token) for token in SPECIAL)
+    call = [other, think, *b"hm", end, *b"So:", mark, *b'[{"name": "weather", "arguments": {}}]']
     async with chatting(Said(call), tokenizer) as (client, _):
         choice, _ = await ask(client, tools=[WEATHER])
         assert choice.message.content == "So:" and calls(choice) == [("weather", "{}")]
+        assert reasoning(choice) == "hm"
         assert len(choice.message.tool_calls[0].id) == 9, "as Mistral's templates want it"
         choice, _ = await ask(client)
         assert choice.message.content == 'So:[{"name": "weather", "arguments": {}}]'

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import typer
+from jaxinfer_service.cli import text_options
 from test_tokenizer import byte_tokenizer
 
 from jaxinfer.chat_template import ChatTemplateError
@@ -149,6 +151,16 @@ def test_the_form_of_replies_is_found_in_the_template(template, tools, reasoning
     assert (found.tool_parser, found.reasoning_parser) == (tools, reasoning)
     none = reply_format(tokenizer(template), "none", "none")
     assert (none.tool_parser, none.reasoning_parser) == ("", "")
+
+
+def test_options_of_the_command_line():
+    assert text_options.parse_tool_parser("hermes") == "hermes"
+    assert text_options.parse_reasoning_parser("none") == "none"
+    for parse in (text_options.parse_tool_parser, text_options.parse_reasoning_parser):
+        with pytest.raises(typer.BadParameter, match="there are auto, none, "):
+            parse("r1")
+    shown = reply_format(tokenizer("{{ tools }}[TOOL_CALLS]")).describe()
+    assert shown == "tool_call_parser mistral, reasoning_parser none"
 
 
 def test_parsers_that_there_are_not_and_that_nobody_is_told_of():

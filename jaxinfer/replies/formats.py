@@ -100,13 +100,14 @@ class ReplyFormat:
 
     Attributes:
         tool_parser, reasoning_parser: of `TOOL_PARSERS` and `REASONING_PARSERS`; "" for none.
-        kept: special tokens that are marks: they are in the text that is read, whatever else is
-            left out of it.
+        tool_marks, reasoning_marks: special tokens that are marks of them: they stay in the text
+            that is read for these, whatever else is left out of it.
     """
 
     tool_parser: str = ""
     reasoning_parser: str = ""
-    kept: frozenset[int] = frozenset()
+    tool_marks: frozenset[int] = frozenset()
+    reasoning_marks: frozenset[int] = frozenset()
 
     def describe(self) -> str:
         """For a log."""
@@ -142,13 +143,16 @@ def reply_format(
         reasoning_parser = _found(source, _REASONING_IN_TEMPLATES)
     tools = "" if tool_call_parser == NONE else tool_call_parser
     reasoning = "" if reasoning_parser == NONE else reasoning_parser
-    marks = [*TOOL_PARSERS[tools].marks] if tools else []
-    if reasoning == HARMONY:
-        marks += harmony.MARKS
-    elif reasoning:
-        marks += REASONING_PARSERS[reasoning].marks
+    tool_marks = TOOL_PARSERS[tools].marks if tools else ()
+    marks = REASONING_PARSERS[reasoning].marks if reasoning else ()
+    if HARMONY in (tools, reasoning):
+        tool_marks = marks = harmony.MARKS
+    return ReplyFormat(tools, reasoning, _ids(tokenizer, tool_marks), _ids(tokenizer, marks))
+
+
+def _ids(tokenizer: Tokenizer, marks: tuple[str, ...]) -> frozenset[int]:
     ids = (tokenizer.raw.token_to_id(mark) for mark in marks)
-    return ReplyFormat(tools, reasoning, frozenset(i for i in ids if i is not None))
+    return frozenset(i for i in ids if i is not None)
 
 
 def check_parser(field: str, name: str, known: Mapping[str, object]) -> None:

@@ -41,6 +41,14 @@ class Replies:
     offered: Offered | None = None
     parallel: bool = True
 
+    @property
+    def kept(self) -> frozenset[int]:
+        """Special tokens that are in the text that is read."""
+        form = self.format
+        return (
+            form.reasoning_marks if self.offered is None else form.reasoning_marks | form.tool_marks
+        )
+
 
 def replies_with(
     form: ReplyFormat, tools: Mapping[str, Mapping[str, Any]], parallel: bool = True
