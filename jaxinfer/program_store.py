@@ -26,7 +26,12 @@ from jax.experimental import serialize_executable
 logger = logging.getLogger(__name__)
 
 _SOURCES = ("jaxinfer", "pallas_kernels")
-_FLAGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable")
+_FLAGS = (
+    "jax_default_matmul_precision",
+    "jax_disable_most_optimizations",
+    "jax_enable_x64",
+    "jax_threefry_partitionable",
+)
 KEPT_FOLDERS = 16  # every edit of the source and every setting makes another one
 
 
