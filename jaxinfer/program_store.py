@@ -26,12 +26,7 @@ from jax.experimental import serialize_executable
 logger = logging.getLogger(__name__)
 
 _SOURCES = ("jaxinfer", "pallas_kernels")
-_FLAGS = (
-    "jax_default_matmul_precision",
-    "jax_disable_most_optimizations",
-    "jax_enable_x64",
-    "jax_threefry_partitionable",
-)
+_FLAGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable")
 KEPT_FOLDERS = 16  # every edit of the source and every setting makes another one
 
 
@@ -116,6 +111,7 @@ def _environment() -> tuple[str, ...]:
         jax.__version__,
         jaxlib.__version__,
         os.environ.get("XLA_FLAGS", ""),
+        os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", ""),
         *(f"{flag}={getattr(jax.config, flag)}" for flag in _FLAGS),
         f"{device.platform} {device.device_kind} {device.client.platform_version}",
         str(jax.device_count()),

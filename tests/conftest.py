@@ -72,8 +72,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def quick_compiler():
-    """Compile in half the time what runs briefly and is compared up to rounding: little optimised."""
+def quick_compiler(monkeypatch: pytest.MonkeyPatch):
+    """Programs are optimised little: for what is compiled, run once and compared up to rounding."""
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # tells stored programs apart
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
