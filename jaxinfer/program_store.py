@@ -111,6 +111,7 @@ def _environment() -> tuple[str, ...]:
         jax.__version__,
         jaxlib.__version__,
         os.environ.get("XLA_FLAGS", ""),
+        os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", ""),
         *(f"{flag}={getattr(jax.config, flag)}" for flag in _FLAGS),
         f"{device.platform} {device.device_kind} {device.client.platform_version}",
         str(jax.device_count()),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -57,18 +56,28 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 
-# Modules whose tests watch clocks, memory or processes, or use all cores themselves: `scripts/test`
-# runs them one after the other, and all others two at a time.
-ALONE = re.compile(
-    "test_(access|bench|checkpoints_shards|cli|client|control|convert|determinism|device_fit|engine"
-    "|expert_load|frontend|gpu|http|interruption|loading|metrics|scripts|service|template_text)"
-)
+# `scripts/test` runs two modules at a time, beginning with those that take longest: if one of them
+# came last, the other process would wait for it.
+LONGEST = [
+    "test_determinism", "test_family_engine", "test_engine", "test_gpu_check", "test_gpu_kernels",
+    "test_gpu_device", "test_convert", "test_scripts", "test_service_demo", "test_cli_generate",
+    "test_families", "test_older_families", "test_bench_offline", "test_bench_peers",
+    "test_bench_scheduling", "test_cli", "test_gguf_families", "test_quantised_matmul",
+]  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if ALONE.match(item.path.stem):
-            item.add_marker("alone")
+    place = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch):
+    """Programs are optimised little: for what is compiled, run once and compared up to rounding."""
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # tells stored programs apart
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 MOST_MAPPINGS = 20_000  # of memory; Linux gives a process 65,530, and a compiler dies without

@@ -253,3 +253,6 @@ def balanced(counters: Counters, engine: ScriptedEngine) -> bool:
 
 def limits(**changes: int) -> EngineLimits:
     return dataclasses.replace(LIMITS, **changes)
+
+
+LONG = limits(max_model_len=1 << 15, kv_tokens=1 << 15)  # `forever` does not end before the test

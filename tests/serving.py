@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import random
+import socket
 import threading
+import time
 
 import grpc
 import pytest
@@ -17,6 +20,7 @@ from jaxinfer.engine_thread import EngineThread
 from jaxinfer.text import TextProcessor
 
 TOKENIZER = byte_tokenizer()
+PATIENCE_S = 120.0  # for what takes a moment, on a machine that is slow, loaded or stopped a while
 
 
 def opened(engine, names=("fake",)) -> OpenedModel:
@@ -66,11 +70,35 @@ async def refused(call) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-async def until(condition, timeout=5.0):
+async def until(condition, timeout=PATIENCE_S):
     """Wait for a condition that other tasks and threads bring about."""
     async with asyncio.timeout(timeout):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def wait_until(condition, timeout=PATIENCE_S):
+    """Wait, in a thread without an event loop, for what other threads and processes bring about."""
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.005)
+
+
+async def until_unhealthy(client):
+    """Wait until the server says that it does not serve."""
+    async with asyncio.timeout(PATIENCE_S):
+        while await client.is_serving(PATIENCE_S):
+            await asyncio.sleep(0.01)
+
+
+def free_port() -> int:
+    """A port that is free, and not of those that the system gives to connections meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def in_loop(test):
@@ -99,10 +127,10 @@ def server_thread(engine, **config):
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
-    assert ready.wait(20), "the server did not start"
+    assert ready.wait(PATIENCE_S), "the server did not start"
     try:
         yield address[0]
     finally:
         loop, leave = stop[0]
         loop.call_soon_threadsafe(leave.set)
-        thread.join(20)
+        thread.join(PATIENCE_S)

@@ -24,7 +24,7 @@ from jaxinfer_service.channel import KEY_VARIABLE
 from jaxinfer_service.client import AsyncClient
 from jaxinfer_service.pb.jaxinfer.v1 import control_pb2
 from jaxinfer_service.tls import Tls
-from serving import in_loop, refused, serving
+from serving import PATIENCE_S, in_loop, refused, serving
 from test_cli import run
 
 Code = grpc.StatusCode
@@ -165,7 +165,7 @@ async def test_calls_need_a_key_over_both_doors(tmp_path, monkeypatch):
         async with AsyncClient(target) as root:
             await root.control.Load(control_pb2.LoadRequest())
         url = f"http://127.0.0.1:{server.http_port}"
-        async with httpx.AsyncClient(base_url=url) as plain:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as plain:
             for path in ("/health", "/metrics", "/version"):
                 assert (await plain.get(path)).status_code == 200
             body = {"prompt": "hi"}
@@ -194,7 +194,9 @@ async def test_a_keys_tenant_is_that_of_its_requests(tmp_path):
             error = await refused(bob.generate("x", tenant="c"))
             assert error.code() is Code.PERMISSION_DENIED and "tenant 'b'" in error.details()
         url = f"http://127.0.0.1:{server.http_port}/v1/completions"
-        async with httpx.AsyncClient(headers={"authorization": "Bearer ji-bob"}) as plain:
+        async with httpx.AsyncClient(
+            headers={"authorization": "Bearer ji-bob"}, timeout=PATIENCE_S
+        ) as plain:
             assert (await plain.post(url, json={"prompt": "x"})).status_code == 200
             other = await plain.post(url, json={"prompt": "x", "tenant": "c"})
             assert other.status_code == 403 and "tenant 'b'" in other.json()["error"]["message"]
@@ -212,7 +214,9 @@ async def test_a_limit_says_when_to_come_again(tmp_path):
             trailers = dict(error.trailing_metadata())
             assert trailers["grpc-retry-pushback-ms"] == "60000"
         url = f"http://127.0.0.1:{server.http_port}/v1/models"
-        async with httpx.AsyncClient(headers={"authorization": "Bearer ji-alice"}) as plain:
+        async with httpx.AsyncClient(
+            headers={"authorization": "Bearer ji-alice"}, timeout=PATIENCE_S
+        ) as plain:
             answer = await plain.get(url)
             assert answer.status_code == 429 and answer.headers["retry-after"] == "60"
 
@@ -268,15 +272,15 @@ def test_both_doors_speak_tls_and_ask_for_certificates(certificates):
             target = f"tls://127.0.0.1:{server.port}"
             for wrong in ({"ca": ca}, how | {"ca": other}):
                 async with AsyncClient(target, **wrong) as stranger_client:
-                    error = await refused(stranger_client.generate("hi", timeout=5))
+                    error = await refused(stranger_client.generate("hi", timeout=PATIENCE_S))
                     assert error.code() is Code.UNAVAILABLE
             context = ssl.create_default_context(cafile=ca)
             url = f"https://127.0.0.1:{server.http_port}/health"
             with pytest.raises(httpx.TransportError):
-                async with httpx.AsyncClient(verify=context) as plain:
+                async with httpx.AsyncClient(verify=context, timeout=PATIENCE_S) as plain:
                     await plain.get(url)
             context.load_cert_chain(client_cert, client_key)
-            async with httpx.AsyncClient(verify=context) as plain:
+            async with httpx.AsyncClient(verify=context, timeout=PATIENCE_S) as plain:
                 assert (await plain.get(url)).status_code == 200
 
     ask()

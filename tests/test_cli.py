@@ -37,7 +37,7 @@ def run(*args, **kwargs):
 def in_process(*args, **kwargs):
     command = [sys.executable, "-m", "jaxinfer_service", *map(str, args)]
     return subprocess.run(
-        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, **kwargs
+        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, **kwargs
     )
 
 

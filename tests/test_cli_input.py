@@ -25,7 +25,7 @@ BAD = [
 def command(*args, data, locale="C.UTF-8"):
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "LC_ALL": locale}
     line = [sys.executable, "-m", "jaxinfer_service", *args]
-    return subprocess.run(line, env=environment, input=data, capture_output=True, timeout=120)
+    return subprocess.run(line, env=environment, input=data, capture_output=True, timeout=300)
 
 
 def assert_one_line(done, words):

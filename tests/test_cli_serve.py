@@ -17,7 +17,7 @@ import pytest
 from fake_engine import ScriptedEngine, forever, limits
 from jaxinfer_service.client import Client
 from jaxinfer_service.server import ListenError, check_listen
-from serving import server_thread
+from serving import PATIENCE_S, free_port, server_thread, wait_until
 from test_cli import ENVIRONMENT, TINY, in_process
 from tiny_checkpoint import hf_folder
 
@@ -32,16 +32,14 @@ START_SECONDS = 240  # compiles on a busy machine with a cold cache
 @contextlib.contextmanager
 def serve_process(*args):
     """A `jaxinfer serve` process, and its port once it listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ports = ("--port", str(port), "--http-port", "0")
     command = [sys.executable, "-m", "jaxinfer_service", "serve", *args, *ports]
     process = subprocess.Popen(
         [str(part) for part in command], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
     )
     try:
-        wait_listening(port)
+        wait_until(lambda: listening(port) or process.poll() is not None)
         yield process, port
     finally:
         process.kill()
@@ -49,13 +47,9 @@ def serve_process(*args):
         process.stderr.close()
 
 
-def wait_listening(port):
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return
-        time.sleep(0.1)
-    raise AssertionError("the server did not listen")
+def listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_process_serves_drains_on_sigterm_and_leaves_with_0(tmp_path):
@@ -77,7 +71,7 @@ def test_a_process_serves_drains_on_sigterm_and_leaves_with_0(tmp_path):
             process.send_signal(signal.SIGTERM)
             rest = list(running)
             assert rest[-1].usage.generated_tokens == 50 and first.model == "tiny"
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_S) == 0
         log = process.stderr.read()
     for words in ("KV pool", f"serving host=127.0.0.1 port={port}", "draining", "stopped"):
         assert words in log
@@ -87,7 +81,7 @@ def test_a_process_serves_drains_on_sigterm_and_leaves_with_0(tmp_path):
 def test_a_signal_while_loading_leaves_at_once_with_0(tmp_path):
     with serve_process(hf_folder(tmp_path / "tiny"), *TINY) as (process, _):
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE_S) == 0
         assert "Traceback" not in process.stderr.read()
 
 
@@ -146,12 +140,9 @@ def test_interactive_chat_stops_an_answer_with_ctrl_c():
             screen.wait_for('!"#$%&')  # what the scripted model says
             os.write(terminal, b"\x03")
             screen.wait_for("\n> ")
-            deadline = time.monotonic() + 5
-            while engine.has_work and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert not engine.has_work
+            wait_until(lambda: not engine.has_work)
             os.write(terminal, b"/quit\n")
-            assert process.wait(20) == 0
+            assert process.wait(PATIENCE_S) == 0
         finally:
             process.kill()
             process.wait()
@@ -165,7 +156,7 @@ class Screen:
         self._terminal = terminal
         self._text = ""
 
-    def wait_for(self, words, seconds=30.0):
+    def wait_for(self, words, seconds=PATIENCE_S):
         end = time.monotonic() + seconds
         while words not in self._text:
             left = end - time.monotonic()

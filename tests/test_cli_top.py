@@ -12,16 +12,14 @@ import threading
 import time
 
 import pytest
-from fake_engine import ScriptedEngine, forever, limits, says
+from fake_engine import LONG, ScriptedEngine, forever, says
 from jaxinfer_service.cli.top import _frames, duration, frame
 from jaxinfer_service.client import Client
 from jaxinfer_service.pb.jaxinfer.v1 import control_pb2 as pb
 from jaxinfer_service.server import Server, ServerConfig
-from serving import in_loop, opened, server_thread, until
+from serving import PATIENCE_S, in_loop, opened, server_thread, until
 from test_cli import ENVIRONMENT, in_process
 from test_cli_serve import Screen
-
-LONG = limits(max_model_len=1 << 15, kv_tokens=1 << 15)
 
 INFO = pb.ServerInfoResponse(
     version="1.2", model_names=["a", "b"], dtype="float32", max_model_len=512, chunk_tokens=64,
@@ -134,7 +132,7 @@ def test_once_prints_one_frame_of_a_server_at_work():
     assert "2 used # (shared =), 1 cached +, 5 free ., of 8 with 16 tokens" in lines["KV"]
     assert "          ##.....+" in done.stdout.splitlines()
     prefill, decode = (int(part.split()[0]) for part in lines["tokens/s"].split(", ")[:2])
-    assert prefill == 0 and 20 < decode <= 2 / 0.005
+    assert prefill == 0 < decode <= 2 / 0.005
     assert lines["requests"] == "3 received, 0 finished, 0 aborted, 0 refused"
 
 
@@ -145,11 +143,11 @@ def test_piped_it_prints_frame_after_frame_until_the_server_goes():
             [*command, "--interval", "0.1"], env=ENVIRONMENT, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
-        hurry = threading.Timer(60, process.kill)  # or reading would wait for ever
+        hurry = threading.Timer(PATIENCE_S, process.kill)  # or reading would wait for ever
         hurry.start()
         lines = [process.stdout.readline() for _ in range(3 * 14)]
         hurry.cancel()
-    _, error = process.communicate(timeout=20)
+    _, error = process.communicate(timeout=PATIENCE_S)
     assert [line for line in lines if line.startswith("slots")] == ["slots     0 of 2 used\n"] * 3
     assert lines[13] == lines[27] == "\n"
     assert process.returncode == 1
@@ -164,7 +162,7 @@ def test_an_interrupt_leaves_with_0():
         )
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=20)
+        _, error = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, error) == (0, "")
 
 
@@ -182,7 +180,7 @@ def test_on_a_terminal_a_frame_takes_the_place_of_the_one_before():
             for words in ("slots     0 of 2 used", "\x1b[1A", "slots     0 of 2 used"):
                 screen.wait_for(words)
             process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 0
+            assert process.wait(PATIENCE_S) == 0
         finally:
             process.kill()
             process.wait()
@@ -192,7 +190,9 @@ def test_on_a_terminal_a_frame_takes_the_place_of_the_one_before():
 @in_loop
 async def test_a_server_without_a_model_yet_is_no_missing_server():
     leave = threading.Event()
-    server = Server(ServerConfig(port=0), lambda: leave.wait(60) and opened(ScriptedEngine()))
+    server = Server(
+        ServerConfig(port=0), lambda: leave.wait(10 * PATIENCE_S) and opened(ScriptedEngine())
+    )
     task = asyncio.create_task(server.run(on_signals=False))
     await until(lambda: server.port)
     address = f"127.0.0.1:{server.port}"

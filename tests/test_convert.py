@@ -117,7 +117,7 @@ def run(script: str, *arguments: str, env: dict[str, str] | None = None) -> str:
         [sys.executable, "-c", textwrap.dedent(script), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | (env or {}),
     )
     assert done.returncode in (0, 9), done.stderr

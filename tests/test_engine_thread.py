@@ -8,9 +8,10 @@ import time
 
 import pytest
 from fakes import GREEDY, FakeRunner, expected, scheduler_limits
+from serving import PATIENCE_S, wait_until
 
 from jaxinfer.engine import Engine
-from jaxinfer.engine_thread import RETRY_AFTER_S, EngineThread
+from jaxinfer.engine_thread import IDLE_WAIT_S, RETRY_AFTER_S, EngineThread
 from jaxinfer.request import (
     Abort,
     EngineStoppedError,
@@ -24,7 +25,6 @@ from jaxinfer.scheduler import Scheduler
 from jaxinfer.validation import EngineLimits
 
 MAX_MODEL_LEN = 64
-PATIENCE_S = 20.0
 
 
 class GatedRunner(FakeRunner):
@@ -34,12 +34,15 @@ class GatedRunner(FakeRunner):
         super().__init__(limits, MAX_MODEL_LEN)
         self.gate = threading.Event()
         self.gate.set()
+        self.one_step = False  # the gate closes behind the step that it lets pass
         self.failure: Exception | None = None
         self.steps = 0
         self.step_seconds = 0.0
 
     def collect(self, handle):
         assert self.gate.wait(PATIENCE_S)
+        if self.one_step:
+            self.gate.clear()
         time.sleep(self.step_seconds)
         if self.failure is not None:
             raise self.failure
@@ -99,10 +102,7 @@ class Front:
         self.until(lambda: len(self.runner.outstanding) == 2)
 
     def until(self, condition):
-        limit = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < limit, "it did not happen in time"
-            time.sleep(0.002)
+        wait_until(condition)
 
 
 def test_one_batch_of_events_a_step_from_the_engines_thread():
@@ -184,7 +184,7 @@ def test_a_failing_reader_of_events_ends_the_thread_too():
 
 def test_stopping_ends_after_the_step_and_takes_nothing_more():
     with Front() as front:
-        front.runner.step_seconds = 0.02
+        front.runner.step_seconds = 0.2
         front.submit("a", output=40)
         front.until(lambda: front.batches)
         front.thread.stop("the server is shutting down")
@@ -278,7 +278,7 @@ def test_the_queue_is_bounded_by_tokens_but_takes_any_single_request():
 
 def test_a_cancelled_request_ends_at_once():
     with Front() as front:
-        front.runner.step_seconds = 0.02
+        front.runner.step_seconds = 0.1
         front.submit("a", output=50)
         front.until(lambda: front.batches)
         front.thread.send(Abort("a"))
@@ -297,10 +297,12 @@ def test_there_is_work_until_the_last_step_was_read():
         front.submit("a", output=40)
         front.until(lambda: front.runner.outstanding)
         front.thread.send(Abort("a"))
-        front.runner.step_seconds = 0.1
+        front.runner.one_step = True
         front.runner.gate.set()
         front.until(lambda: not front.engine.scheduler.by_id)
         assert front.thread.has_work
+        front.runner.one_step = False
+        front.runner.gate.set()
         front.until(lambda: not front.thread.has_work)
         assert all(allocator.num_used == 0 for allocator in front.engine.scheduler.allocators)
 
@@ -312,15 +314,16 @@ def test_an_idle_engine_rests_and_still_shows_that_it_lives():
         before = front.thread.last_progress
         front.until(lambda: front.thread.last_progress > before)
         calls.clear()
+        begun = time.monotonic()
         time.sleep(1.2)
-        assert len(calls) <= 4
+        assert len(calls) <= 2 + (time.monotonic() - begun) / IDLE_WAIT_S
 
 
 def test_a_hanging_device_shows_as_no_progress_with_work():
     with Front() as front:
         front.runner.gate.clear()
         front.submit("a")
-        front.until(lambda: front.runner.outstanding)
+        front.until(lambda: len(front.runner.outstanding) == 2)  # the first step is reported
         before = front.thread.last_progress
         time.sleep(0.7)
         assert front.thread.last_progress == before and front.thread.has_work

@@ -18,6 +18,8 @@ from jaxinfer.checkpoints import LoadedModel, load_model
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.models import FAMILIES
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 ORACLES = Path(__file__).parent / "fixtures" / "oracles"
 ORACLE_FAMILIES = sorted(f.parent.name for f in ORACLES.glob("*/config.json"))
 TOLERANCE, NOTICED = 1e-4, 4e-4  # of the largest logit

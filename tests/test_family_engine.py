@@ -44,6 +44,7 @@ def continuations(engine, prompts: list[list[int]], count: int) -> list[tuple[li
     return list(outputs.values())
 
 
+@pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("family", sorted({*ORACLE_FAMILIES} - ALIKE))
 def test_the_paged_step_equals_the_dense_loop(family, tmp_path, monkeypatch):
     # Of the programs, what takes part in every step here: fewer to compile.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import threading
+import time
 import tracemalloc
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from fake_engine import (
     limits,
     says,
 )
+from serving import PATIENCE_S, until
 
 from jaxinfer.engine_thread import EngineThread
 from jaxinfer.frontend import LONG_TEXT, Frontend
@@ -53,12 +55,6 @@ async def whole(front, prompt, params=GREEDY, **kwargs):
     async with await front.submit(prompt, params, **kwargs) as stream:
         (only,) = await stream.collect()
         return only
-
-
-async def until(condition, timeout=5.0):
-    async with asyncio.timeout(timeout):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def run(test):
@@ -302,7 +298,7 @@ async def test_draining_ends_the_waiting_and_lets_the_running_finish():
     async with running(engine) as front:
         streams = [await front.submit("x", GREEDY) for _ in range(4)]
         await anext(streams[0]), await anext(streams[1])
-        draining = asyncio.create_task(front.drain(10))
+        draining = asyncio.create_task(front.drain(PATIENCE_S))
         await asyncio.sleep(0)
         with pytest.raises(EngineStoppedError, match="shutting down"):
             await front.submit("x", GREEDY)
@@ -346,10 +342,10 @@ async def test_an_engine_that_dies_while_draining_ends_the_streams_at_once():
     async with running(engine) as front:
         stream = await front.submit("x", GREEDY)
         await anext(stream)
-        draining = asyncio.create_task(front.drain(60))
+        draining = asyncio.create_task(front.drain(10 * PATIENCE_S))
         await asyncio.sleep(0)
         engine.fail_with = MemoryError("the device is gone")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(EngineStoppedError, match="the device is gone"):
                 await stream.collect()
             await draining
@@ -364,7 +360,7 @@ async def test_a_fault_in_one_output_ends_that_request_alone():
         broken, sound = [await front.submit("x", GREEDY) for _ in range(2)]
         broken.samples[0].output._detokenizer = None
         engine.gate.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             (failed,) = await broken.collect()
         assert failed.finish.reason is FinishReason.ERROR
         assert "cannot be decoded" in failed.finish.error and failed.timing.total >= 0
@@ -377,16 +373,18 @@ async def test_a_fault_in_one_output_ends_that_request_alone():
 @run
 async def test_a_stall_is_seen_and_passes():
     engine = ScriptedEngine(echo)
-    async with running(engine, stall_limit=0.1) as front:
-        await asyncio.sleep(0.3)
+    later = 0.0
+    async with running(engine, stall_limit=1000.0, clock=lambda: time.monotonic() + later) as front:
+        later += 2000.0
         assert front.check() == ""  # idle is no stall
         engine.gate.clear()
         stream = await front.submit("x", GREEDY)
         assert front.check() == ""
-        await asyncio.sleep(0.2)
+        later += 2000.0
         assert "stalls" in front.check()
         with pytest.raises(EngineStoppedError, match="stalls"):
             await stream.collect()
         engine.gate.set()
         await until(lambda: front.check() == "")
+        later = 0.0
         assert (await whole(front, "again")).text == "again"

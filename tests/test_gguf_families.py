@@ -32,6 +32,8 @@ EXACT, NOTICED = 1e-5, 4e-4  # of the largest logit
 # GGUF cannot say all of their oracles.
 UNSAID = {"qwen2", "qwen2_moe", "smollm3", "gpt_oss", "cohere2", "falcon"} | LATENT
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 
 def logits(path: Path, family: str) -> np.ndarray:
     model = load_model(path, dtype="float32")

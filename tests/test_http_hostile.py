@@ -8,11 +8,11 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from fake_engine import ScriptedEngine, balanced, echo, forever
+from fake_engine import LONG, ScriptedEngine, balanced, echo, forever
 from jaxinfer_service.http import app, body, schema, server
 from jaxinfer_service.http.body import BoundedBody
 from pydantic import ValidationError
-from serving import in_loop, until
+from serving import PATIENCE_S, in_loop, until
 from test_http import http, user
 
 COMPLETION = {"prompt": "x", "max_tokens": 60}
@@ -46,10 +46,12 @@ async def connection(plain):
 def test_who_leaves_while_it_waits_for_a_slot_waits_no_more(path, asked, stream):
     @in_loop
     async def leave():
-        engine = ScriptedEngine(forever, step_seconds=0.02)
+        engine = ScriptedEngine(forever, LONG, step_seconds=0.01)
         async with http(engine) as (plain, _):
             holding = [
-                asyncio.create_task(plain.post("/v1/completions", json=COMPLETION))
+                asyncio.create_task(
+                    plain.post("/v1/completions", json=COMPLETION | {"max_tokens": 30_000})
+                )
                 for _ in range(engine.limits.max_num_seqs)
             ]
             await until(lambda: len(engine.running) == 2)
@@ -57,9 +59,11 @@ def test_who_leaves_while_it_waits_for_a_slot_waits_no_more(path, asked, stream)
             async with connection(plain) as (_, writer):
                 writer.write(head(path, len(data)) + data)
                 await until(lambda: engine.waiting)
-            await until(lambda: not engine.waiting, 0.6)
+            await until(lambda: not engine.waiting)
             assert len(engine.running) == 2, "it left the queue, and nobody made room for it"
-            await asyncio.gather(*holding)
+            for call in holding:
+                call.cancel()
+            await until(lambda: not engine.running)
             assert balanced(engine.counters, engine)
 
     leave()
@@ -67,9 +71,9 @@ def test_who_leaves_while_it_waits_for_a_slot_waits_no_more(path, asked, stream)
 
 @in_loop
 async def test_of_several_prompts_all_end_when_the_client_leaves():
-    engine = ScriptedEngine(forever, step_seconds=0.02)
+    engine = ScriptedEngine(forever, LONG, step_seconds=0.01)
     async with http(engine) as (plain, _):
-        asked = json.dumps({"prompt": ["a", "b"], "n": 2, "max_tokens": 60, "stream": True})
+        asked = json.dumps({"prompt": ["a", "b"], "n": 2, "max_tokens": 30_000, "stream": True})
         async with connection(plain) as (reader, writer):
             writer.write(head("/v1/completions", len(asked)) + asked.encode())
             await reader.readuntil(b"data: ")
@@ -119,11 +123,11 @@ def test_a_stream_that_ends_before_it_began_has_the_status_of_its_error(path, as
 
 @pytest.fixture
 def small_bounds(monkeypatch):
-    """Bodies of 1000 bytes in 0.3 s, heads in 0.3 s."""
-    monkeypatch.setattr(server, "HEAD_SECONDS", 0.3)
+    """Bodies of 1000 bytes in 2 s, heads in 2 s."""
+    monkeypatch.setattr(server, "HEAD_SECONDS", 2.0)
 
     def bounded(inner):
-        return BoundedBody(inner, 1000, 0.3)
+        return BoundedBody(inner, 1000, 2.0)
 
     monkeypatch.setattr(app, "BoundedBody", bounded)
 
@@ -134,14 +138,14 @@ def test_a_body_is_bounded_whether_it_says_its_size_or_not(small_bounds):
         async with http(ScriptedEngine(echo)) as (plain, _):
             async with connection(plain) as (reader, writer):
                 writer.write(head("/v1/completions", 1 << 40))  # and not a byte of it
-                answer = await asyncio.wait_for(reader.read(), 5)
+                answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
                 assert answer.startswith(b"HTTP/1.1 413") and b"at most 1000 bytes" in answer
             async with connection(plain) as (reader, writer):
                 chunked = head("/v1/completions", 0).replace(
                     b"content-length: 0", b"transfer-encoding: chunked"
                 )
                 writer.write(chunked + b"3e9\r\n" + b" " * 1001 + b"\r\n")
-                answer = await asyncio.wait_for(reader.read(), 5)
+                answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
                 assert answer.startswith(b"HTTP/1.1 413") and b'"error"' in answer
             assert (await plain.post("/v1/completions", json={"prompt": "x"})).status_code == 200
 
@@ -152,22 +156,27 @@ def test_who_does_not_finish_a_request_is_not_waited_for(small_bounds):
     @in_loop
     async def send():
         async with http(ScriptedEngine(echo)) as (plain, _):
-            for begun in (b"", b"POST /v1/completions HTTP/1.1\r\nhost:"):
+
+            async def answer_to(begun: bytes, drop: bytes = b"") -> bytes:
+                """All that comes back; as long as nothing does, `drop` is sent, byte by byte."""
                 async with connection(plain) as (reader, writer):
                     writer.write(begun)
-                    assert await asyncio.wait_for(reader.read(), 5) == b""
-            async with connection(plain) as (reader, writer):
-                writer.write(head("/v1/completions", 10) + b"{")
-                answer = await asyncio.wait_for(reader.read(), 5)
-                assert answer.startswith(b"HTTP/1.1 408") and b"in time" in answer
-            async with connection(plain) as (reader, writer):  # a head byte by byte, for ever
-                with contextlib.suppress(ConnectionError):
-                    for byte in b"GET /health HTTP/1.1\r\nx: " + b"y" * 100:
-                        writer.write(bytes([byte]))
-                        await asyncio.sleep(0.02)
-                        if reader.at_eof():
-                            break
-                assert reader.at_eof()
+                    read = asyncio.create_task(reader.read())
+                    with contextlib.suppress(ConnectionError):
+                        while not read.done():
+                            writer.write(drop)
+                            await asyncio.sleep(0.02)
+                    return await read
+
+            async with asyncio.timeout(PATIENCE_S):
+                *nothing, late = await asyncio.gather(
+                    answer_to(b""),
+                    answer_to(b"POST /v1/completions HTTP/1.1\r\nhost:"),
+                    answer_to(b"GET /health HTTP/1.1\r\nx: ", b"y"),  # a head for ever
+                    answer_to(head("/v1/completions", 10) + b"{"),
+                )
+            assert nothing == [b""] * 3
+            assert late.startswith(b"HTTP/1.1 408") and b"in time" in late
 
     send()
 

@@ -63,7 +63,7 @@ START = """
 import sys, time
 def wait():
     print("now", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 {}
 from jaxinfer_service.command import main
 main()
@@ -86,7 +86,7 @@ def interrupted(moment: str, number: int, *args: object) -> tuple[int, str]:
         assert process.stdout is not None
         assert process.stdout.readline() == "now\n", process.communicate()[1]
         process.send_signal(number)
-        said = process.communicate(timeout=30)[1]
+        said = process.communicate(timeout=120)[1]
     finally:
         process.kill()
     return process.returncode, said

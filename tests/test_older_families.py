@@ -52,6 +52,9 @@ VARIANTS = [
 ]
 
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
     folder = tmp_path_factory.mktemp("families")

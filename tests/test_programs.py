@@ -164,7 +164,7 @@ def in_a_process(folder: Path, **environment: str) -> list:
         env={"PYTHONPATH": str(ROOT), "HOME": str(folder), **flags, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

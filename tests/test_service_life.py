@@ -6,14 +6,13 @@ import asyncio
 
 import grpc
 import pytest
-from fake_engine import ScriptedEngine, balanced, echo, forever, limits, says
+from fake_engine import LONG, ScriptedEngine, balanced, echo, forever, limits, says
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from jaxinfer_service.client import AsyncClient
 from jaxinfer_service.server import Server, ServerConfig
 from jaxinfer_service.servicer import SERVICE_NAME
-from serving import in_loop, opened, refused, serving, until
+from serving import PATIENCE_S, in_loop, opened, refused, serving, until, until_unhealthy
 
-LONG = limits(max_model_len=1 << 15, kv_tokens=1 << 15)
 Code = grpc.StatusCode
 
 
@@ -31,7 +30,7 @@ async def test_health_reflection_and_calls_while_loading():
     task = asyncio.create_task(server.run(on_signals=False))
     await until(lambda: server.port)
     async with AsyncClient(f"127.0.0.1:{server.port}") as client:
-        assert not await client.is_serving(5)
+        assert not await client.is_serving(PATIENCE_S)
         error = await refused(client.generate("x"))
         assert error.code() is Code.UNAVAILABLE and "loading" in error.details()
         stub = reflection_pb2_grpc.ServerReflectionStub(client.channel)
@@ -40,7 +39,7 @@ async def test_health_reflection_and_calls_while_loading():
             services = [s.name for s in answer.list_services_response.service]
         assert {SERVICE_NAME, "grpc.health.v1.Health"} <= set(services)
         loaded.set()
-        await client.wait_ready(5)
+        await client.wait_ready(PATIENCE_S)
         assert (await client.generate("x")).text == "x"
     server.shut_down()
     assert await task is True
@@ -60,8 +59,9 @@ async def test_a_model_that_fails_to_load_leaves_nothing_running():
 
 @in_loop
 async def test_draining_with_50_running_and_20_waiting():
-    engine = ScriptedEngine(says("a" * 40), limits(max_num_seqs=50, max_queued_requests=100), 0.02)
-    async with serving(engine, drain_timeout=20) as (server, client):
+    engine = ScriptedEngine(says("a" * 40), limits(max_num_seqs=50, max_queued_requests=100), 0.05)
+    async with serving(engine, drain_timeout=PATIENCE_S) as (server, client):
+        engine.gate.clear()  # or the first end before the last are there
         streams = [client.stream("x") for _ in range(70)]
 
         async def consume(stream):
@@ -69,13 +69,14 @@ async def test_draining_with_50_running_and_20_waiting():
 
         tasks = [asyncio.create_task(consume(stream)) for stream in streams]
         frontend = server._service.served.frontend
-        await until(lambda: sum(s.started for s in frontend._streams.values()) == 50)
         await until(lambda: len(frontend._streams) == 70)
+        engine.gate.set()
+        await until(lambda: sum(s.started for s in frontend._streams.values()) == 50)
         server.shut_down()
         await asyncio.sleep(0)
         results = asyncio.gather(*tasks, return_exceptions=True)
         await until(lambda: not engine.waiting)
-        assert not await client.is_serving()
+        await until_unhealthy(client)
         late = await refused(client.generate("x"))
         assert late.code() is Code.UNAVAILABLE
         answers = await results
@@ -98,18 +99,17 @@ async def test_a_dead_engine_is_unavailable_and_unhealthy_and_says_why():
         error = await refused(call)
         assert error.code() is Code.UNAVAILABLE and "the device is gone" in error.details()
         assert "the device is gone" in (await refused(client.generate("x"))).details()
-        await asyncio.sleep(0.4)
-        assert not await client.is_serving()
+        await until_unhealthy(client)
 
 
 @in_loop
 async def test_a_stalled_engine_is_unhealthy_until_it_moves():
     engine = ScriptedEngine(echo)
-    async with serving(engine, stall_limit=0.3) as (_, client):
+    async with serving(engine, stall_limit=2.0) as (_, client):
         engine.gate.clear()
         error = await refused(client.generate("x"))
         assert error.code() is Code.UNAVAILABLE and "stalls" in error.details()
-        assert not await client.is_serving()
+        await until_unhealthy(client)
         engine.gate.set()
-        await client.wait_ready(5)
+        await client.wait_ready(PATIENCE_S)
         assert (await client.generate("x")).text == "x"

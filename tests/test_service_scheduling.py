@@ -6,7 +6,7 @@ import grpc
 from fake_engine import EOS, ScriptedEngine, balanced, echo
 from jaxinfer_service.client import violations
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
-from serving import in_loop, refused, serving
+from serving import PATIENCE_S, in_loop, refused, serving
 
 from jaxinfer.request import FinishReason, Scheduling
 
@@ -66,7 +66,10 @@ async def test_a_deadline_that_cannot_be_met_is_refused_on_arrival():
     engine = ScriptedEngine(echo)
     engine.late = "the first token is expected in 9.00 s, past the deadline in 5.00 s"
     async with serving(engine) as (server, client):
-        for call in (client.generate("x", timeout=5), client.generate("x", n=2, timeout=5)):
+        for call in (
+            client.generate("x", timeout=PATIENCE_S),
+            client.generate("x", n=2, timeout=PATIENCE_S),
+        ):
             error = await refused(call)
             assert error.code() is Code.DEADLINE_EXCEEDED and error.details() == engine.late
         assert (await client.generate("x")).text == "x"  # without a deadline

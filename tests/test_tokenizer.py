@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -283,11 +282,10 @@ def test_encoding_lets_other_threads_run() -> None:
         tokenizer.encode(text)
         done.set()
 
-    started = time.monotonic()
     thread = threading.Thread(target=encode)
     thread.start()
     turns = 0
     while not done.wait(0.005):
         turns += 1
     thread.join()
-    assert turns > (time.monotonic() - started) / 0.005 / 10
+    assert turns >= 5, "this thread had to wait until the text was encoded"

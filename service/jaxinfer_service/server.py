@@ -46,6 +46,7 @@ _OPTIONS = (
     # A flood is answered by the queue's own refusals, not by gRPC dropping calls as CANCELLED.
     ("grpc.server.max_pending_requests", 1 << 20),
     ("grpc.server.max_pending_requests_hard_limit", 1 << 20),
+    ("grpc.server_max_unrequested_time_in_server", 600),  # seconds, 30 of which a flood may take
     # Clients may ping through a long silent prefill without being told to go away.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
