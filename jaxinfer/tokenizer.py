@@ -36,6 +36,7 @@ from jaxinfer.tokenizer_files import (
     SENTENCEPIECE_FILE,
     TOKENIZER_FILE,
     TURN_MARKS,
+    add_stated,
     config_decides,
     content,
     put_around,
@@ -84,8 +85,10 @@ class Tokenizer:
             self.raw = RawTokenizer.from_str(self._definition)
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{TOKENIZER_FILE} cannot be read: {error}") from error
-        if self._pieces is None and config_decides(config):
-            put_around(self.raw, config, bos=True)
+        if self._pieces is None:
+            add_stated(self.raw, config)
+            if config_decides(config):
+                put_around(self.raw, config, bos=True)
         self.config = config
         self.generation = generation or {}
         self.raw.no_padding()
