@@ -97,12 +97,16 @@ class Tokenizer:
         self.vocab_size = max(self.raw.get_vocab_size(with_added_tokens=True), last_added + 1)
         tokens = self.raw.get_vocab(with_added_tokens=True)
         self.longest_token = max((len(token.encode()) for token in tokens), default=0)
-        self.eos_ids = tuple(dict.fromkeys(eos_ids))
-        for i in self.eos_ids:
-            if not isinstance(i, int) or not 0 <= i < self.vocab_size:
-                raise ValueError(f"EOS id {i!r} is not in the vocabulary of {self.vocab_size}")
+        self.eos_ids = self._known(eos_ids)
         self._install_guard()
         self._templates = self._compile_templates()
+
+    def _known(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
+        """The ids, each once. Raises ValueError for one outside of the vocabulary."""
+        for i in eos_ids:
+            if not isinstance(i, int) or not 0 <= i < self.vocab_size:
+                raise ValueError(f"EOS id {i!r} is not in the vocabulary of {self.vocab_size}")
+        return tuple(dict.fromkeys(eos_ids))
 
     def _install_guard(self) -> None:
         """Make the library drop guards, after its search for special tokens and before all else."""
@@ -278,10 +282,15 @@ class Tokenizer:
         vocabulary = read_vocabulary(folder, config)
         name = TOKENIZER_FILE if isinstance(vocabulary, str) else SENTENCEPIECE_FILE
         try:
-            tokenizer = cls(vocabulary, config, stated or eos_ids, generation)
+            tokenizer = cls(vocabulary, config, generation=generation)
         except ChatTemplateError as error:
             raise ValueError(f"{folder}: {error}") from error
         except ValueError as error:
+            raise ValueError(f"{folder / name}: {error}") from error
+        try:
+            tokenizer.eos_ids = tokenizer._known(stated or eos_ids)
+        except ValueError as error:
+            name = GENERATION_FILE if stated else "config.json"
             raise ValueError(f"{folder / name}: {error}") from error
         if not tokenizer.eos_ids and (eos := content(config.get("eos_token"))):
             found = tokenizer.raw.token_to_id(eos)
