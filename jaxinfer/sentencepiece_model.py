@@ -57,13 +57,16 @@ _FIELDS = {  # message -> (name, number, type, default)
 class Added:
     """A token that is found in a text before anything else: one that a checkpoint added to its
     vocabulary. One that is not `special` is found in any text; `lstrip` and `rstrip` take in the
-    white space before and after."""
+    white space before and after. A `single_word` is found between other words only, one that is
+    `normalized` in what the normalizer makes of a text; both are of tokenizer.json alone."""
 
     id: int
     content: str
     special: bool
     lstrip: bool = False
     rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
 
 
 @functools.cache
@@ -162,6 +165,10 @@ class SentencePieceModel:
     def _check(model: Any, added: Sequence[Added]) -> None:
         count = len(model.pieces)
         for token in added:
+            if token.single_word:
+                raise ValueError(
+                    f"added_tokens_decoder: {token.content!r}: single_word is not supported"
+                )
             if token.id < count and model.pieces[token.id].piece != token.content:
                 raise ValueError(
                     f"the added token {token.content!r} has the id {token.id} of the piece"

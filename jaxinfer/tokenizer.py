@@ -36,6 +36,7 @@ from jaxinfer.tokenizer_files import (
     SENTENCEPIECE_FILE,
     TOKENIZER_FILE,
     TURN_MARKS,
+    add_stated,
     config_decides,
     content,
     put_around,
@@ -84,8 +85,10 @@ class Tokenizer:
             self.raw = RawTokenizer.from_str(self._definition)
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{TOKENIZER_FILE} cannot be read: {error}") from error
-        if self._pieces is None and config_decides(config):
-            put_around(self.raw, config, bos=True)
+        if self._pieces is None:
+            add_stated(self.raw, config)
+            if config_decides(config):
+                put_around(self.raw, config, bos=True)
         self.config = config
         self.generation = generation or {}
         self.raw.no_padding()
@@ -94,12 +97,16 @@ class Tokenizer:
         self.vocab_size = max(self.raw.get_vocab_size(with_added_tokens=True), last_added + 1)
         tokens = self.raw.get_vocab(with_added_tokens=True)
         self.longest_token = max((len(token.encode()) for token in tokens), default=0)
-        self.eos_ids = tuple(dict.fromkeys(eos_ids))
-        for i in self.eos_ids:
-            if not isinstance(i, int) or not 0 <= i < self.vocab_size:
-                raise ValueError(f"EOS id {i!r} is not in the vocabulary of {self.vocab_size}")
+        self.eos_ids = self._known(eos_ids)
         self._install_guard()
         self._templates = self._compile_templates()
+
+    def _known(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
+        """The ids, each once. Raises ValueError for one outside of the vocabulary."""
+        for i in eos_ids:
+            if not isinstance(i, int) or not 0 <= i < self.vocab_size:
+                raise ValueError(f"EOS id {i!r} is not in the vocabulary of {self.vocab_size}")
+        return tuple(dict.fromkeys(eos_ids))
 
     def _install_guard(self) -> None:
         """Make the library drop guards, after its search for special tokens and before all else."""
@@ -293,10 +300,15 @@ class Tokenizer:
         vocabulary = read_vocabulary(folder, config)
         name = TOKENIZER_FILE if isinstance(vocabulary, str) else SENTENCEPIECE_FILE
         try:
-            tokenizer = cls(vocabulary, config, stated or eos_ids, generation)
+            tokenizer = cls(vocabulary, config, generation=generation)
         except ChatTemplateError as error:
             raise ValueError(f"{folder}: {error}") from error
         except ValueError as error:
+            raise ValueError(f"{folder / name}: {error}") from error
+        try:
+            tokenizer.eos_ids = tokenizer._known(stated or eos_ids)
+        except ValueError as error:
+            name = GENERATION_FILE if stated else "config.json"
             raise ValueError(f"{folder / name}: {error}") from error
         if not tokenizer.eos_ids and (eos := content(config.get("eos_token"))):
             found = tokenizer.raw.token_to_id(eos)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -168,33 +169,52 @@ def sentencepiece_model(data: bytes, config: dict[str, Any]) -> SentencePieceMod
     )
 
 
-def added_tokens(config: dict[str, Any], ids: dict[str, int]) -> list[Added]:
+def added_tokens(
+    config: dict[str, Any], ids: Mapping[str, int], known: Mapping[str, AddedToken] | None = None
+) -> list[Added]:
     """The tokens a config adds to a vocabulary, and those of it that it calls special.
 
-    `ids` is the vocabulary. Raises ValueError for an entry that cannot be honoured.
+    `ids` is the vocabulary; `known` has the flags of tokens that are added to it already, which
+    stand where the config does not speak of them. Raises ValueError for an entry that cannot be
+    honoured.
     """
-    named = [content(config.get(name)) for name in NAMED_TOKENS]
+    named = [config.get(name) for name in NAMED_TOKENS]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         value = config.get(key) or ()
-        named += map(content, value.values() if isinstance(value, dict) else value)
-    special = {token for token in named if token}
+        named += value.values() if isinstance(value, dict) else value
+    special = {content(entry): entry for entry in reversed(named) if content(entry)}
+    known = known or {}
     found = {}
     for i, entry in (config.get("added_tokens_decoder") or {}).items():
         if not (token := entry["content"]):
             raise ValueError(f"added_tokens_decoder: {i}: the token's content is empty")
-        if entry.get("single_word"):
-            raise ValueError(f"added_tokens_decoder: {token!r}: single_word is not supported")
-        found[token] = Added(
-            int(i),
-            token,
-            bool(entry.get("special")) or token in special,
-            bool(entry.get("lstrip")),
-            bool(entry.get("rstrip")),
-        )
-    for token in sorted(special - found.keys()):
+        found[token] = _added(int(i), token, entry, known.get(token), token in special)
+    for token in sorted(special.keys() - found.keys()):
         if token in ids:
-            found[token] = Added(ids[token], token, special=True)
+            entry = {} if token in known else special[token]
+            found[token] = _added(ids[token], token, entry, known.get(token), True)
     return list(found.values())
+
+
+def _added(i: int, token: str, entry: Any, known: AddedToken | None, special: bool) -> Added:
+    """A token with the flags that an entry of a config states; for others those that it has."""
+    stated = entry if isinstance(entry, dict) else {}
+    special = special or stated.get("special", False) or (known is not None and known.special)
+    flags = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": not special}
+    for flag, usual in flags.items():
+        flags[flag] = stated.get(flag, usual if known is None else getattr(known, flag))
+    return Added(i, token, special, **flags)
+
+
+def add_stated(raw: RawTokenizer, config: dict[str, Any]) -> None:
+    """Give a tokenizer.json the tokens that its config adds or calls special, and their flags, as
+    transformers does. Raises ValueError if one would get another id than the config says."""
+    known = {token.content: token for token in raw.get_added_tokens_decoder().values()}
+    stated = added_tokens(config, raw.get_vocab(with_added_tokens=True), known)
+    flags = operator.attrgetter("special", "single_word", "lstrip", "rstrip", "normalized")
+    held = {token: flags(entry) for token, entry in known.items()}
+    add_tokens(raw, [token for token in stated if flags(token) != held.get(token.content)])
+    check_added_ids(raw, stated)
 
 
 # -- byte-level BPE ------------------------------------------------------------------------------
@@ -263,12 +283,22 @@ def add_tokens(raw: RawTokenizer, added: Iterable[Added]) -> None:
     for special, run in itertools.groupby(in_order, key=lambda token: token.special):
         entries = [
             AddedToken(
-                t.content, lstrip=t.lstrip, rstrip=t.rstrip, normalized=False, special=special
+                t.content,
+                single_word=t.single_word,
+                lstrip=t.lstrip,
+                rstrip=t.rstrip,
+                normalized=t.normalized,
+                special=special,
             )
             for t in run
         ]  # each call takes a time that grows with all tokens added so far
         (raw.add_special_tokens if special else raw.add_tokens)(entries)
-    for token in in_order:
+    check_added_ids(raw, in_order)
+
+
+def check_added_ids(raw: RawTokenizer, added: Iterable[Added]) -> None:
+    """Raise ValueError if an added token has another id than it should."""
+    for token in added:
         if (got := raw.token_to_id(token.content)) != token.id:
             raise ValueError(f"the added token {token.content!r} has the id {token.id}, not {got}")
 

@@ -45,6 +45,17 @@ SLOW = {  # makes a moment last in which a signal can come, and says when it has
                     raise ImportError("an extension")
         sys.meta_path.insert(0, Slow())
     """,
+    "JAX's plugins, which it logs and goes on": """
+        class Slow:
+            def find_spec(self, name, path=None, target=None):
+                if name == "jaxinfer.checkpoints.convert":
+                    try:
+                        wait()
+                    except BaseException:
+                        logging.getLogger("jax").exception("a plugin")
+        import logging
+        sys.meta_path.insert(0, Slow())
+    """,
     "a finaliser, whose errors are ignored": """
         class Ignoring:
             def __del__(self):
@@ -57,6 +68,17 @@ SLOW = {  # makes a moment last in which a signal can come, and says when it has
     "writing": """
         from jaxinfer.checkpoints import orbax_io
         orbax_io._inventory = lambda *_: wait()
+    """,
+    "removing, when another signal comes": """
+        import os, shutil, signal
+        from jaxinfer.checkpoints import orbax_io
+        orbax_io._inventory = lambda *_: wait()
+        removed = shutil.rmtree
+        def remove(*args, **options):
+            for number in (signal.SIGINT, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+            removed(*args, **options)
+        shutil.rmtree = remove
     """,
 }
 START = """
@@ -98,9 +120,11 @@ def interrupted(moment: str, number: int, *args: object) -> tuple[int, str]:
         ("imports", signal.SIGINT, 130),
         ("reading", signal.SIGTERM, 143),
         ("an extension's start, which makes another error of it", signal.SIGINT, 130),
+        ("JAX's plugins, which it logs and goes on", signal.SIGINT, 130),
         ("a finaliser, whose errors are ignored", signal.SIGTERM, 143),
         ("writing", signal.SIGINT, 130),
         ("writing", signal.SIGTERM, 143),
+        ("removing, when another signal comes", signal.SIGTERM, 143),
     ],
 )
 def test_an_interrupted_conversion_says_so_and_leaves_nothing(tmp_path, moment, number, code):

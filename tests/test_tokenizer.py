@@ -237,7 +237,7 @@ def test_layouts_of_hugging_face_folders(tmp_path: Path) -> None:
         ("tokenizer.json", None, "tokenizer.json: missing"),
         ("tokenizer_config.json", "", "tokenizer_config.json: not valid JSON"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json: expected a JSON object"),
-        ("generation_config.json", '{"eos_token_id": 96}', "EOS id 96"),
+        ("generation_config.json", '{"eos_token_id": 96}', "generation_config.json: EOS id 96"),
         ("generation_config.json", '{"eos_token_id": -1}', "EOS id -1"),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stated_tokens import CASES, TEXTS, write_case
 from tiny_checkpoint import write_tokenizer
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import processors
@@ -308,3 +309,34 @@ def test_a_tokenizer_json_comes_first(tmp_path: Path) -> None:
     folder = gpt2_folder(tmp_path)
     write_tokenizer(folder)
     assert Tokenizer.from_folder(folder).vocab_size == 96
+
+
+# -- what the files beside a tokenizer.json say ----------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_that_other_files_state_are_transformers(tmp_path: Path, name: str) -> None:
+    expected = json.loads((ORACLES / "stated.json").read_text())[name]
+    tokenizer = Tokenizer.from_folder(write_case(tmp_path, name))
+    tokenizer.save(tmp_path / "saved")
+    for read in (tokenizer, Tokenizer.from_folder(tmp_path / "saved")):
+        for text, (ids, decoded) in zip(TEXTS, expected, strict=True):
+            assert read.encode(text, allow_special=True) == ids, text
+            assert read.decode(ids) == decoded, text
+
+
+def test_special_tokens_that_only_the_config_names_are_text_to_users(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(write_case(tmp_path, "additional"))
+    start = tokenizer.raw.token_to_id("<|im_start|>")
+    assert tokenizer.encode("<|im_start|>user", allow_special=True)[0] == start
+    assert start not in tokenizer.encode("<|im_start|>user")
+
+
+def test_an_id_that_the_vocabulary_gives_to_another_token(tmp_path: Path) -> None:
+    write_case(tmp_path, "nothing")
+    entry = {"content": "<tool>", "special": True}
+    for i in (5, 999):
+        config = {"added_tokens_decoder": {str(i): entry}}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=rf"tokenizer.json: the added token '<tool>' .* {i}"):
+            Tokenizer.from_folder(tmp_path)

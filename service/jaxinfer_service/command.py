@@ -44,11 +44,17 @@ def unwinding(consequence: Callable[[], str]) -> Iterator[Callable[[], None]]:
 
     `consequence` says, when it was, what that means. The function to call now and then raises again
     what was lost: Python ignores an exception that comes in a finaliser, or in JAX's own callbacks.
+    A second signal changes nothing, lest it interrupt the removing.
     """
+    import logging  # it takes a while
+
     came: list[type[BaseException]] = []
 
-    def unwind(number: int, frame: Any) -> NoReturn:
+    def unwind(number: int, frame: Any) -> None:
+        if came:
+            return
         came.append(Terminated if number == signal.SIGTERM else KeyboardInterrupt)
+        logging.disable()  # JAX logs what its plugins' start is interrupted by, and goes on
         raise came[0]
 
     def check() -> None:
@@ -68,8 +74,9 @@ def unwinding(consequence: Callable[[], str]) -> Iterator[Callable[[], None]]:
         found.add_note(consequence())
         raise found from None
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if not came:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _end_at_once(number: int, frame: Any) -> NoReturn:
