@@ -221,7 +221,7 @@ class Frontend:
             self._note_tokens(sample, len(delta.token_ids), event.time)
             self._dropped_tokens += len(event.tokens) - len(delta.token_ids)
             if delta.finish is None:
-                if delta.token_ids:
+                if not delta.empty:
                     sample.stream.take(delta)
                 continue
             if event.finish is None:  # the engine knows nothing of it: a stop string, or a fault

@@ -24,6 +24,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.generation import GenerationDefaults, SamplingDefaults, TextOptions
 from jaxinfer.llm_arguments import check_options, one_each, several_prompts
 from jaxinfer.presets import preset_values
+from jaxinfer.prompt_logprobs import PromptLogprobs
 from jaxinfer.request import (
     Abort,
     Counters,
@@ -80,6 +81,7 @@ class Completion:
         timing: seconds from submission to the engine.
         prompt_token_ids: the prompt as the model saw it.
         cached_tokens: how many of those the prefix cache had.
+        prompt_logprobs: of the prompt's tokens but for the first, if asked for.
         error: what failed when the finish reason is ERROR.
         more: the further samples where `SamplingParams.n` is above 1.
     """
@@ -92,6 +94,7 @@ class Completion:
     timing: Timing
     prompt_token_ids: list[int]
     cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
     error: str = ""
     more: tuple[Completion, ...] = ()
 
@@ -308,7 +311,7 @@ class LLM:
             while left := [job for job in jobs if not job.output.finished]:
                 self._step()
                 for job in left:
-                    if job.delta.token_ids or job.output.finished:
+                    if not job.delta.empty:
                         yield job.take()
         finally:
             self._abandon(jobs)
@@ -369,6 +372,7 @@ class _Job:
             whole.timing,
             list(self.request.prompt),
             whole.cached_tokens,
+            whole.prompt_logprobs,
             whole.finish.error,
         )
 

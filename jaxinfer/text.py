@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from jaxinfer.detokenizer import Detokenizer, DetokenizerFactory, StopMatcher
 from jaxinfer.generation import SamplingDefaults
+from jaxinfer.prompt_logprobs import PromptLogprobs
 from jaxinfer.request import (
     FinishReason,
     Request,
@@ -22,6 +23,7 @@ from jaxinfer.request import (
     TokenLogprobs,
     Violation,
 )
+from jaxinfer.truncation import truncated
 from jaxinfer.validation import EngineLimits, Violations, build_request, check_token_ids, samples
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ class Delta:
     The tokens may be ahead of the text, which is held back while it may become a stop string or
     ends within a character. `logprobs` has one entry a token if the request asked for them.
     `index` is that of the sample. `cached_tokens`: prompt tokens that the prefix cache had.
+    `prompt_logprobs`: if asked for, of the prompt's next tokens after its first; the first sample
+    has them, the last before its first token or with it.
     """
 
     index: int = 0
@@ -74,6 +78,7 @@ class Delta:
     finish: Finish | None = None
     timing: Timing | None = None
     cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
 
     def extend(self, later: Delta) -> None:
         """Take in the delta that follows this one."""
@@ -83,6 +88,16 @@ class Delta:
         self.finish = later.finish
         self.timing = later.timing
         self.cached_tokens = later.cached_tokens
+        if later.prompt_logprobs is not None:
+            before = self.prompt_logprobs
+            self.prompt_logprobs = (
+                before.then(later.prompt_logprobs) if before else (later.prompt_logprobs)
+            )
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing in it for a reader."""
+        return not (self.token_ids or self.finish or self.prompt_logprobs)
 
 
 class TextProcessor:
@@ -161,6 +176,7 @@ class TextProcessor:
         scheduling: Scheduling | None = None,
     ) -> list[Request]:
         """The validated requests for prompt ids, one a sample. Raises RequestError."""
+        prompt = truncated(prompt, params, self.limits)
         if not isinstance(params, SamplingParams):
             params = self.sampling.complete(params, len(prompt), self.limits)
         request = build_request(
@@ -219,7 +235,7 @@ class OutputBuilder:
     def push(self, event: SequenceEvent) -> Delta:
         """What an event adds. Tokens after the one that completed a stop string are dropped."""
         self._note_start(event)
-        delta = Delta(self.index)
+        delta = Delta(self.index, prompt_logprobs=event.prompt_logprobs)
         last = len(event.tokens) - 1 if event.finish in _STOPPED_BY_ID else None
         for position, token in enumerate(event.tokens):
             delta.token_ids.append(token)

@@ -41,6 +41,7 @@ HOST_ONLY = (  # the host's decisions: no array library but NumPy
 HOMES_OF_JIT = {
     "jaxinfer/step.py",
     "jaxinfer/sampler.py",
+    "jaxinfer/logprobs.py",
     "jaxinfer/page_transfer.py",
     "jaxinfer/gpu_check/on_device/timing.py",  # times kernels on a device; nothing that serves
 }

@@ -38,12 +38,13 @@ OTHERS = (
     "sample draw 264",
     "sample filter 264",
     "sample full 264",
+    "score 2048",
     "admit",
     "load_history",
 )
 PROGRAMS = {  # by model and GPUs: what is compiled
     ("llama-3-8b", 1): (*STEPS, *OTHERS),
-    ("llama-3-8b", 8): (*STEPS, "sample full 264"),
+    ("llama-3-8b", 8): (*STEPS, "sample full 264", "score 2048"),
     ("qwen3-32b", 8): STEPS,
     ("gemma3-27b", 1): STEPS,
     ("mixtral-8x7b", 1): STEPS,
