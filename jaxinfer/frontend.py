@@ -87,15 +87,15 @@ class Frontend:
         params: Params,
         timeout: float | None = None,
         scheduling: Scheduling | None = None,
+        add_special_tokens: bool = True,
     ) -> Stream:
         """Start the samples of a prompt, `n` of `params`, which must end within `timeout` seconds.
 
         Raises RequestError, QueueFullError or EngineStoppedError; then nothing was started.
         """
         now = self._clock()
+        prompt_ids = await self.prepare(prompt, add_special_tokens)
         try:
-            self._require_open()
-            prompt_ids = await self.encode(prompt)
             self._require_open()
             request_id = f"r{next(self._ids)}"
             requests = self.text.requests(prompt_ids, params, request_id, now, timeout, scheduling)
@@ -103,6 +103,18 @@ class Frontend:
             self._refused += 1
             raise
         return self._start(requests)
+
+    async def prepare(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt that is to be submitted: if it is none, that counts as refused.
+
+        Raises RequestError or EngineStoppedError.
+        """
+        try:
+            self._require_open()
+            return await self.encode(prompt, add_special_tokens)
+        except (RequestError, EngineStoppedError):
+            self._refused += 1
+            raise
 
     async def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. Raises RequestError.

@@ -16,11 +16,14 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jaxinfer.request import Scheduling
 from jaxinfer.stream import Stream
 from jaxinfer.text import Delta, Prompt
+from jaxinfer.truncation import truncated
 from jaxinfer_service import status
 from jaxinfer_service.access import tenant_of
+from jaxinfer_service.end_log import log_end
 from jaxinfer_service.http import errors
-from jaxinfer_service.http.answers import Call, Choice, Shape, usage
-from jaxinfer_service.http.schema import Sampling
+from jaxinfer_service.http.answers import Call, Choice, Echoed, Shape, usage
+from jaxinfer_service.http.echo import Prefaced
+from jaxinfer_service.http.schema import Sampling, check_tokens
 from jaxinfer_service.model import ServedModel
 
 DONE = b"data: [DONE]\n\n"
@@ -35,13 +38,24 @@ class Ask:
     prompt: Prompt
     params: dict[str, Any]
     body: Sampling
+    usual_length: int | None = None  # of outputs where nobody says how long, if there is room
 
-    async def submit(self) -> Stream:
+    async def encode(self) -> list[int]:
+        """Token ids of the prompt. Raises RequestError or EngineStoppedError."""
+        special = self.body.add_special_tokens is not False
+        return await self.model.frontend.prepare(self.prompt, special)
+
+    async def submit(self, ids: list[int]) -> Stream:
         """Start it. Raises RequestError, QueueFullError or EngineStoppedError."""
-        body = self.body
+        body, params = self.body, self.params
+        if self.usual_length is not None and "max_new_tokens" not in params:
+            usual = {"max_new_tokens": self.usual_length} | params
+            limits = self.model.opened.text.limits
+            room = limits.max_tokens - len(truncated(ids, usual, limits))
+            if room > 0:
+                params = usual | {"max_new_tokens": min(self.usual_length, room)}
         scheduling = Scheduling(body.priority, tenant_of(body.tenant), body.cache_salt or "")
-        frontend = self.model.frontend
-        return await frontend.submit(self.prompt, self.params, body.timeout, scheduling)
+        return await self.model.frontend.submit(ids, params, body.timeout, scheduling)
 
 
 class Started:
@@ -57,8 +71,11 @@ class Started:
 
     async def __aenter__(self) -> Started:
         async with contextlib.AsyncExitStack() as leave:
-            for ask in self._asks:
-                self.streams.append(await leave.enter_async_context(await ask.submit()))
+            prompts = [await ask.encode() for ask in self._asks]
+            first = self._asks[0]
+            check_tokens(prompts, first.params.get("n", 1), first.model.opened.text.limits)
+            for ask, ids in zip(self._asks, prompts):
+                self.streams.append(await leave.enter_async_context(await ask.submit(ids)))
             self._leave = leave.pop_all()
         return self
 
@@ -76,15 +93,17 @@ class Started:
     def call(self, prefix: str) -> Call:
         return Call(f"{prefix}-{self.streams[0].id}", self._asks[0].model.names[0])
 
-    def prompts(self) -> list[str]:
-        """The text of each choice's prompt; that of token ids is decoded."""
-        texts = [
-            ask.prompt
-            if isinstance(ask.prompt, str)
-            else ask.model.opened.text.decode(stream.prompt)
+    @property
+    def samples(self) -> list[int]:
+        """How many choices each prompt has."""
+        return [len(stream.samples) for stream in self.streams]
+
+    def prompts(self, with_text: bool) -> list[Echoed]:
+        """The prompts as they were taken; the text of token ids, or of a part, is decoded."""
+        return [
+            Echoed(_text(ask, stream) if with_text else "", stream.prompt)
             for ask, stream in zip(self._asks, self.streams)
         ]
-        return [text for text, one in zip(texts, self.streams) for _ in one.samples]
 
     async def deltas(self) -> AsyncGenerator[Delta]:
         """What comes, with the `index` of the choice. Raises what ends a call without answer."""
@@ -129,6 +148,12 @@ class Started:
                 reader.cancel()
 
 
+def _text(ask: Ask, stream: Stream) -> str:
+    if isinstance(ask.prompt, str) and ask.body.truncate_prompt_tokens is None:
+        return ask.prompt
+    return ask.model.opened.text.decode(stream.prompt)
+
+
 async def answer(asks: Sequence[Ask], shape: Shape, request: Request) -> Response:
     """The answer, whole. Ends the asks if the client leaves before."""
     whole = await _unless_left(request, _whole(asks, shape))
@@ -161,9 +186,12 @@ async def _whole(asks: Sequence[Ask], shape: Shape) -> dict[str, Any]:
         call, tally = started.call(shape.id_prefix), Tally(started)
         for sample in samples:
             tally.add(sample)
-        prompts = started.prompts() if shape.with_prompt else [""] * len(samples)
-        choices = [shape.whole(*each) for each in zip(samples, prompts)]
-        return call.object(shape.kind, choices, usage=tally.usage())
+        prompts, choices, rest = started.prompts(shape.with_prompt), list[Choice](), iter(samples)
+        for prompt, count in zip(prompts, started.samples):
+            own = list(itertools.islice(rest, count))
+            prompt.logprobs = own[0].prompt_logprobs
+            choices += [shape.whole(sample, prompt) for sample in own]
+        return call.object(shape.kind, choices, usage=tally.usage(), **shape.besides(prompts[0]))
 
 
 async def stream(asks: Sequence[Ask], shape: Shape, with_usage: bool, request: Request) -> Response:
@@ -193,24 +221,22 @@ async def _events(asks: Sequence[Ask], shape: Shape, with_usage: bool) -> AsyncG
     async with Started(asks) as started, contextlib.aclosing(started.deltas()) as deltas:
         call, tally = started.call(shape.id_prefix), Tally(started)
         event = _chunks(call, shape.chunk_kind, ',"usage":null' if with_usage else "")
-        prompts = started.prompts() if shape.with_prompt else [""] * started.choices
-        heads = [head for each in enumerate(prompts) if (head := shape.head(*each))]
-        begun = False
+        prompts = started.prompts(shape.with_prompt)
+        prefaced, begun = Prefaced(shape, prompts, started.samples, shape.scored), False
         try:
             async for delta in deltas:
                 tally.add(delta)
-                part = shape.part(delta)
-                for choice in (*heads, *([part] if part else ())):
+                for choice in prefaced.take(delta):
                     begun = True
                     yield event(choice)
-                heads = []
         except Exception as error:
             if not begun:  # there is still a status to say it with
                 raise
             yield _event(_json(errors.body_of(error)[1]))
             return
+        used = tally.usage()
         if with_usage:
-            yield _event(_json(call.object(shape.chunk_kind, [], usage=tally.usage())))
+            yield _event(_json(call.object(shape.chunk_kind, [], usage=used)))
     yield DONE
 
 
@@ -218,20 +244,26 @@ class Tally:
     """The tokens of a call's choices, while they come."""
 
     def __init__(self, started: Started):
-        self._started, self._generated = started, 0
-        self._cached = [0] * started.choices
+        self._started = started
+        self._generated = [0] * started.choices
+        self._ends: dict[int, Delta] = {}
 
     def add(self, delta: Delta) -> None:
-        self._generated += len(delta.token_ids)
+        self._generated[delta.index] += len(delta.token_ids)
         if delta.finish is not None:
-            self._cached[delta.index] = delta.cached_tokens
+            self._ends[delta.index] = delta
 
     def usage(self) -> dict[str, Any]:
-        """In all. Of a prompt's samples the later ones find what the first one computed."""
-        cached, rest = 0, iter(self._cached)
+        """In all, once all have ended, which is logged. Of a prompt's samples the later ones find
+        what the first one computed."""
+        cached, first = 0, 0
         for one in self._started.streams:
-            cached += min(itertools.islice(rest, len(one.samples)))
-        return usage(self._started.prompt_tokens, self._generated, cached)
+            own = range(first, first + len(one.samples))
+            ends = [self._ends[choice] for choice in own]
+            cached += min(end.cached_tokens for end in ends)
+            log_end(one, ends, sum(self._generated[choice] for choice in own))
+            first = own.stop
+        return usage(self._started.prompt_tokens, sum(self._generated), cached)
 
 
 def _chunks(call: Call, kind: str, more: str) -> Callable[[Choice], bytes]:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n/jaxinfer_service/pb/jaxinfer/v1/inference.proto\x12\x0bjaxinfer.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.jaxinfer.v1.ChatMessage\"\xfa\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.jaxinfer.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.jaxinfer.v1.ChatH\x00\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.jaxinfer.v1.Sampling\x12\x15\n\x08priority\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\tB\x08\n\x06promptB\x0b\n\t_priority\"\xd6\x05\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x38\n\nlogit_bias\x18\x08 \x03(\x0b\x32$.jaxinfer.v1.Sampling.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x03H\x07\x88\x01\x01\x12\x1b\n\x0emax_new_tokens\x18\n \x01(\x03H\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\x03\x12\x19\n\x0cinclude_stop\x18\r \x01(\x08H\t\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0e \x01(\x08H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\x03H\x0b\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x10 \x01(\x08H\x0c\x88\x01\x01\x12\x0e\n\x01n\x18\x11 \x01(\x03H\r\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x11\n\x0f_max_new_tokensB\x0f\n\r_include_stopB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokensB\x04\n\x02_n\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x03\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"b\n\rTokenLogprobs\x12)\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x19.jaxinfer.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.jaxinfer.v1.TokenLogprob\"l\n\x06\x46inish\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.jaxinfer.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\x03H\x00\x42\x07\n\x05match\"O\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x03\x12\x18\n\x10generated_tokens\x18\x02 \x01(\x03\x12\x15\n\rcached_tokens\x18\x03 \x01(\x03\"<\n\x06Timing\x12\x0e\n\x06queued\x18\x01 \x01(\x01\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\x01\x12\r\n\x05total\x18\x03 \x01(\x01\"|\n\x06Sample\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.jaxinfer.v1.TokenLogprobs\x12#\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x13.jaxinfer.v1.Finish\"\x94\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\x03\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.jaxinfer.v1.TokenLogprobs\x12#\n\x06\x66inish\x18\x06 \x01(\x0b\x32\x13.jaxinfer.v1.Finish\x12!\n\x05usage\x18\x07 \x01(\x0b\x32\x12.jaxinfer.v1.Usage\x12#\n\x06timing\x18\x08 \x01(\x0b\x32\x13.jaxinfer.v1.Timing\x12!\n\x04more\x18\t \x03(\x0b\x32\x13.jaxinfer.v1.Sample\"\xfd\x01\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\x03\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.jaxinfer.v1.TokenLogprobs\x12#\n\x06\x66inish\x18\x06 \x01(\x0b\x32\x13.jaxinfer.v1.Finish\x12!\n\x05usage\x18\x07 \x01(\x0b\x32\x12.jaxinfer.v1.Usage\x12#\n\x06timing\x18\x08 \x01(\x0b\x32\x13.jaxinfer.v1.Timing\x12\r\n\x05index\x18\t \x01(\x03\"\x95\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.jaxinfer.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*\x98\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x19\n\x15\x46INISH_REASON_STOP_ID\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x04\x32\xba\x02\n\tInference\x12G\n\x08Generate\x12\x1c.jaxinfer.v1.GenerateRequest\x1a\x1d.jaxinfer.v1.GenerateResponse\x12L\n\x0eGenerateStream\x12\x1c.jaxinfer.v1.GenerateRequest\x1a\x1a.jaxinfer.v1.GenerateChunk0\x01\x12G\n\x08Tokenize\x12\x1c.jaxinfer.v1.TokenizeRequest\x1a\x1d.jaxinfer.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.jaxinfer.v1.DetokenizeRequest\x1a\x1f.jaxinfer.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n/jaxinfer_service/pb/jaxinfer/v1/inference.proto\x12\x0bjaxinfer.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.jaxinfer.v1.ChatMessage\"\xb2\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.jaxinfer.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.jaxinfer.v1.ChatH\x00\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.jaxinfer.v1.Sampling\x12\x15\n\x08priority\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18( \x01(\x08H\x02\x88\x01\x01\x42\x08\n\x06promptB\x0b\n\t_priorityB\x15\n\x13_add_special_tokens\"\xc8\x06\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x38\n\nlogit_bias\x18\x08 \x03(\x0b\x32$.jaxinfer.v1.Sampling.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x03H\x07\x88\x01\x01\x12\x1b\n\x0emax_new_tokens\x18\n \x01(\x03H\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\x03\x12\x19\n\x0cinclude_stop\x18\r \x01(\x08H\t\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0e \x01(\x08H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0f \x01(\x03H\x0b\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x10 \x01(\x08H\x0c\x88\x01\x01\x12\x0e\n\x01n\x18\x11 \x01(\x03H\r\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18( \x01(\x03H\x0e\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18) \x01(\x03H\x0f\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x11\n\x0f_max_new_tokensB\x0f\n\r_include_stopB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\x12\n\x10_prompt_logprobsB\x19\n\x17_truncate_prompt_tokens\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x03\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"p\n\rTokenLogprobs\x12)\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x19.jaxinfer.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.jaxinfer.v1.TokenLogprob\x12\x0c\n\x04rank\x18( \x01(\x03\"l\n\x06\x46inish\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.jaxinfer.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\x03H\x00\x42\x07\n\x05match\"O\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x03\x12\x18\n\x10generated_tokens\x18\x02 \x01(\x03\x12\x15\n\rcached_tokens\x18\x03 \x01(\x03\"<\n\x06Timing\x12\x0e\n\x06queued\x18\x01 \x01(\x01\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\x01\x12\r\n\x05total\x18\x03 \x01(\x01\"|\n\x06Sample\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.jaxinfer.v1.TokenLogprobs\x12#\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x13.jaxinfer.v1.Finish\"\xc9\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\x03\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.jaxinfer.v1.TokenLogprobs\x12#\n\x06\x66inish\x18\x06 \x01(\x0b\x32\x13.jaxinfer.v1.Finish\x12!\n\x05usage\x18\x07 \x01(\x0b\x32\x12.jaxinfer.v1.Usage\x12#\n\x06timing\x18\x08 \x01(\x0b\x32\x13.jaxinfer.v1.Timing\x12!\n\x04more\x18\t \x03(\x0b\x32\x13.jaxinfer.v1.Sample\x12\x33\n\x0fprompt_logprobs\x18( \x03(\x0b\x32\x1a.jaxinfer.v1.TokenLogprobs\"\xb2\x02\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\x03\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.jaxinfer.v1.TokenLogprobs\x12#\n\x06\x66inish\x18\x06 \x01(\x0b\x32\x13.jaxinfer.v1.Finish\x12!\n\x05usage\x18\x07 \x01(\x0b\x32\x12.jaxinfer.v1.Usage\x12#\n\x06timing\x18\x08 \x01(\x0b\x32\x13.jaxinfer.v1.Timing\x12\r\n\x05index\x18\t \x01(\x03\x12\x33\n\x0fprompt_logprobs\x18( \x03(\x0b\x32\x1a.jaxinfer.v1.TokenLogprobs\"\x95\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.jaxinfer.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*\x98\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x19\n\x15\x46INISH_REASON_STOP_ID\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x04\x32\xba\x02\n\tInference\x12G\n\x08Generate\x12\x1c.jaxinfer.v1.GenerateRequest\x1a\x1d.jaxinfer.v1.GenerateResponse\x12L\n\x0eGenerateStream\x12\x1c.jaxinfer.v1.GenerateRequest\x1a\x1a.jaxinfer.v1.GenerateChunk0\x01\x12G\n\x08Tokenize\x12\x1c.jaxinfer.v1.TokenizeRequest\x1a\x1d.jaxinfer.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.jaxinfer.v1.DetokenizeRequest\x1a\x1f.jaxinfer.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2575
-  _globals['_FINISHREASON']._serialized_end=2727
+  _globals['_FINISHREASON']._serialized_start=2865
+  _globals['_FINISHREASON']._serialized_end=3017
   _globals['_TOKENIDS']._serialized_start=64
   _globals['_TOKENIDS']._serialized_end=87
   _globals['_CHATMESSAGE']._serialized_start=89
@@ -42,35 +42,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHAT']._serialized_start=135
   _globals['_CHAT']._serialized_end=185
   _globals['_GENERATEREQUEST']._serialized_start=188
-  _globals['_GENERATEREQUEST']._serialized_end=438
-  _globals['_SAMPLING']._serialized_start=441
-  _globals['_SAMPLING']._serialized_end=1167
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=904
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=952
-  _globals['_TOKENLOGPROB']._serialized_start=1169
-  _globals['_TOKENLOGPROB']._serialized_end=1218
-  _globals['_TOKENLOGPROBS']._serialized_start=1220
-  _globals['_TOKENLOGPROBS']._serialized_end=1318
-  _globals['_FINISH']._serialized_start=1320
-  _globals['_FINISH']._serialized_end=1428
-  _globals['_USAGE']._serialized_start=1430
-  _globals['_USAGE']._serialized_end=1509
-  _globals['_TIMING']._serialized_start=1511
-  _globals['_TIMING']._serialized_end=1571
-  _globals['_SAMPLE']._serialized_start=1573
-  _globals['_SAMPLE']._serialized_end=1697
-  _globals['_GENERATERESPONSE']._serialized_start=1700
-  _globals['_GENERATERESPONSE']._serialized_end=1976
-  _globals['_GENERATECHUNK']._serialized_start=1979
-  _globals['_GENERATECHUNK']._serialized_end=2232
-  _globals['_TOKENIZEREQUEST']._serialized_start=2235
-  _globals['_TOKENIZEREQUEST']._serialized_end=2384
-  _globals['_TOKENIZERESPONSE']._serialized_start=2386
-  _globals['_TOKENIZERESPONSE']._serialized_end=2423
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2425
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2536
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2538
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2572
-  _globals['_INFERENCE']._serialized_start=2730
-  _globals['_INFERENCE']._serialized_end=3044
+  _globals['_GENERATEREQUEST']._serialized_end=494
+  _globals['_SAMPLING']._serialized_start=497
+  _globals['_SAMPLING']._serialized_end=1337
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1027
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1075
+  _globals['_TOKENLOGPROB']._serialized_start=1339
+  _globals['_TOKENLOGPROB']._serialized_end=1388
+  _globals['_TOKENLOGPROBS']._serialized_start=1390
+  _globals['_TOKENLOGPROBS']._serialized_end=1502
+  _globals['_FINISH']._serialized_start=1504
+  _globals['_FINISH']._serialized_end=1612
+  _globals['_USAGE']._serialized_start=1614
+  _globals['_USAGE']._serialized_end=1693
+  _globals['_TIMING']._serialized_start=1695
+  _globals['_TIMING']._serialized_end=1755
+  _globals['_SAMPLE']._serialized_start=1757
+  _globals['_SAMPLE']._serialized_end=1881
+  _globals['_GENERATERESPONSE']._serialized_start=1884
+  _globals['_GENERATERESPONSE']._serialized_end=2213
+  _globals['_GENERATECHUNK']._serialized_start=2216
+  _globals['_GENERATECHUNK']._serialized_end=2522
+  _globals['_TOKENIZEREQUEST']._serialized_start=2525
+  _globals['_TOKENIZEREQUEST']._serialized_end=2674
+  _globals['_TOKENIZERESPONSE']._serialized_start=2676
+  _globals['_TOKENIZERESPONSE']._serialized_end=2713
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2715
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2826
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2828
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2862
+  _globals['_INFERENCE']._serialized_start=3020
+  _globals['_INFERENCE']._serialized_end=3334
 # @@protoc_insertion_point(module_scope)
