@@ -302,3 +302,31 @@ def test_lengths_are_counted_after_truncation():
         [7] * 500, {"truncate_prompt_tokens": -1, "max_new_tokens": 30}, "r", 0.0
     )
     assert len(request.prompt) == 34 and request.max_new_tokens == 30
+
+
+@in_loop
+async def test_no_answer_is_larger_than_it_may_be():
+    """The same prompt is streamed over gRPC; and what is long is written beside the event loop."""
+    bounds = limits(
+        max_model_len=30_000, kv_tokens=30_000, max_queued_tokens=90_000, max_queued_requests=5
+    )
+    engine = ScriptedEngine(says("yes"), bounds)
+    async with doors(engine) as (client, plain, _):
+        prompt = [65] * 20_000
+        error = await refused(client.generate(prompt, prompt_logprobs=20, max_new_tokens=0))
+        assert "419979 logprobs" in violations(error)["sampling.prompt_logprobs"]
+        for body in ({"prompt_logprobs": 20}, {"logprobs": 5, "echo": True, "n": 3}):
+            answer = await plain.post("/v1/completions", json={"prompt": prompt, **body})
+            assert answer.status_code == 400 and "stream them over gRPC" in answer.text
+        count = 0
+        async for chunk in client.stream(prompt[:13_000], prompt_logprobs=20, max_new_tokens=0):
+            count += len(chunk.prompt_logprobs)
+        assert count == 12_999
+        answer = await post(
+            plain, "/v1/completions", prompt=prompt, prompt_logprobs=0, max_tokens=0
+        )
+        assert len(answer["choices"][0]["prompt_logprobs"]) == 20_000
+        cut = {"prompt_logprobs": 20, "truncate_prompt_tokens": 9, "max_tokens": 0}
+        answer = await post(plain, "/v1/completions", prompt=[prompt] * 5, **cut)
+        assert [len(choice["prompt_logprobs"]) for choice in answer["choices"]] == [9] * 5
+    assert balanced(engine.counters, engine)

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from jaxinfer.stream import Stream
 from jaxinfer.text import Delta
 from jaxinfer_service import status, wire
+from jaxinfer_service.answer_size import aside, check_entries
 from jaxinfer_service.end_log import log_end
 from jaxinfer_service.handlers import Context, streaming, unary
 from jaxinfer_service.model import ServedModel, loaded
@@ -41,6 +42,9 @@ class InferenceService:
     async def generate(self, request: pb.GenerateRequest, context: Context) -> Message:
         model = self._model(request.model)
         async with await self._submit(model, request, context) as stream:
+            params = wire.params_of(request.sampling)
+            with wire.named(request):
+                count = check_entries([len(stream.prompt)], params, "stream them")
             samples = [Delta(index) for index in range(len(stream.samples))]
             async for delta in stream:
                 status.check_finish(delta.finish)
@@ -49,7 +53,8 @@ class InferenceService:
         first, *more = samples
         wire.fill(response, first)
         if first.prompt_logprobs:
-            wire.fill_prompt(response, stream.prompt, 0, first.prompt_logprobs)
+            lines = first.prompt_logprobs
+            await aside(count, wire.fill_prompt, response, stream.prompt, 0, lines)
         for sample in more:
             wire.fill(response.more.add(), sample)
         generated = sum(len(sample.token_ids) for sample in samples)

@@ -19,6 +19,7 @@ from jaxinfer.text import Delta, Prompt
 from jaxinfer.truncation import truncated
 from jaxinfer_service import status
 from jaxinfer_service.access import tenant_of
+from jaxinfer_service.answer_size import aside, check_entries
 from jaxinfer_service.end_log import log_end
 from jaxinfer_service.http import errors
 from jaxinfer_service.http.answers import Call, Choice, Echoed, Shape, usage
@@ -41,19 +42,19 @@ class Ask:
     usual_length: int | None = None  # of outputs where nobody says how long, if there is room
 
     async def encode(self) -> list[int]:
-        """Token ids of the prompt. Raises RequestError or EngineStoppedError."""
+        """Token ids of the prompt that are kept. Raises RequestError or EngineStoppedError."""
         special = self.body.add_special_tokens is not False
-        return await self.model.frontend.prepare(self.prompt, special)
+        ids = await self.model.frontend.prepare(self.prompt, special)
+        usual = {"max_new_tokens": self.usual_length} | self.params
+        return list(truncated(ids, usual, self.model.opened.text.limits))
 
     async def submit(self, ids: list[int]) -> Stream:
         """Start it. Raises RequestError, QueueFullError or EngineStoppedError."""
         body, params = self.body, self.params
         if self.usual_length is not None and "max_new_tokens" not in params:
-            usual = {"max_new_tokens": self.usual_length} | params
-            limits = self.model.opened.text.limits
-            room = limits.max_tokens - len(truncated(ids, usual, limits))
+            room = self.model.opened.text.limits.max_tokens - len(ids)
             if room > 0:
-                params = usual | {"max_new_tokens": min(self.usual_length, room)}
+                params = params | {"max_new_tokens": min(self.usual_length, room)}
         scheduling = Scheduling(body.priority, tenant_of(body.tenant), body.cache_salt or "")
         return await self.model.frontend.submit(ids, params, body.timeout, scheduling)
 
@@ -68,12 +69,15 @@ class Started:
         self._asks = asks
         self._leave = contextlib.AsyncExitStack()
         self.streams: list[Stream] = []
+        self.entries = 0  # logprobs of prompts that the answer has
 
     async def __aenter__(self) -> Started:
         async with contextlib.AsyncExitStack() as leave:
             prompts = [await ask.encode() for ask in self._asks]
             first = self._asks[0]
             check_tokens(prompts, first.params.get("n", 1), first.model.opened.text.limits)
+            lengths, instead = [*map(len, prompts)], "stream them over gRPC"
+            self.entries = check_entries(lengths, first.params, instead)
             for ask, ids in zip(self._asks, prompts):
                 self.streams.append(await leave.enter_async_context(await ask.submit(ids)))
             self._leave = leave.pop_all()
@@ -157,7 +161,7 @@ def _text(ask: Ask, stream: Stream) -> str:
 async def answer(asks: Sequence[Ask], shape: Shape, request: Request) -> Response:
     """The answer, whole. Ends the asks if the client leaves before."""
     whole = await _unless_left(request, _whole(asks, shape))
-    return Response(status_code=LEFT) if whole is None else JSONResponse(whole)
+    return Response(status_code=LEFT) if whole is None else whole
 
 
 async def _unless_left[T](request: Request, doing: Coroutine[Any, Any, T]) -> T | None:
@@ -178,7 +182,7 @@ async def _left(request: Request) -> None:
         pass
 
 
-async def _whole(asks: Sequence[Ask], shape: Shape) -> dict[str, Any]:
+async def _whole(asks: Sequence[Ask], shape: Shape) -> Response:
     async with Started(asks) as started:
         samples = [Delta(index) for index in range(started.choices)]
         async for delta in started.deltas():
@@ -186,12 +190,18 @@ async def _whole(asks: Sequence[Ask], shape: Shape) -> dict[str, Any]:
         call, tally = started.call(shape.id_prefix), Tally(started)
         for sample in samples:
             tally.add(sample)
-        prompts, choices, rest = started.prompts(shape.with_prompt), list[Choice](), iter(samples)
+        prompts, used = started.prompts(shape.with_prompt), tally.usage()
+
+    def written() -> Response:
+        choices, rest = list[Choice](), iter(samples)
         for prompt, count in zip(prompts, started.samples):
             own = list(itertools.islice(rest, count))
             prompt.logprobs = own[0].prompt_logprobs
             choices += [shape.whole(sample, prompt) for sample in own]
-        return call.object(shape.kind, choices, usage=tally.usage(), **shape.besides(prompts[0]))
+        besides = shape.besides(prompts[0])
+        return JSONResponse(call.object(shape.kind, choices, usage=used, **besides))
+
+    return await aside(started.entries, written)
 
 
 async def stream(asks: Sequence[Ask], shape: Shape, with_usage: bool, request: Request) -> Response:
@@ -226,9 +236,10 @@ async def _events(asks: Sequence[Ask], shape: Shape, with_usage: bool) -> AsyncG
         try:
             async for delta in deltas:
                 tally.add(delta)
-                for choice in prefaced.take(delta):
+                of_prompt = started.entries if delta.prompt_logprobs is not None else 0
+                for written in await aside(of_prompt, _written, event, prefaced, delta):
                     begun = True
-                    yield event(choice)
+                    yield written
         except Exception as error:
             if not begun:  # there is still a status to say it with
                 raise
@@ -238,6 +249,11 @@ async def _events(asks: Sequence[Ask], shape: Shape, with_usage: bool) -> AsyncG
         if with_usage:
             yield _event(_json(call.object(shape.chunk_kind, [], usage=used)))
     yield DONE
+
+
+def _written(event: Callable[[Choice], bytes], prefaced: Prefaced, delta: Delta) -> list[bytes]:
+    """The events that a delta brings."""
+    return [event(choice) for choice in prefaced.take(delta)]
 
 
 class Tally:
