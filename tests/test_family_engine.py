@@ -24,7 +24,7 @@ def room_for_each_familys_programs():
 
 
 PARAMS = SamplingParams(temperature=0, logprobs=5)
-SCORED = SamplingParams(prompt_logprobs=1)
+SCORED = SamplingParams(temperature=0, prompt_logprobs=1)
 LENGTHS = (40, 3, 17, 25)  # longer than the window, shorter, split by the chunk
 PADDED = 60
 # Those that another family has all features of: they differ in names and defaults alone.

@@ -14,6 +14,7 @@ import pytest
 import trustme
 from fake_engine import ScriptedEngine, echo, limits
 from google.rpc import error_details_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_status import rpc_status
 from jaxinfer_service.call_ids import read
 from jaxinfer_service.cli.console import set_up_logging
@@ -258,3 +259,21 @@ def test_certificates_are_read_again_at_both_doors(tmp_path, caplog):
 
     ask()
     assert "stays as it was" in caplog.text
+
+
+@in_loop
+async def test_reflection_answers_to_both_of_its_names():
+    ask = reflection_pb2.ServerReflectionRequest
+    async with serving(ScriptedEngine(echo)) as (_, client):
+        for version in ("v1", "v1alpha"):
+            call = client.channel.stream_stream(
+                f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+                request_serializer=ask.SerializeToString,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )
+            symbol = "jaxinfer.v1.Inference"
+            asked = iter([ask(list_services=""), ask(file_containing_symbol=symbol)])
+            listed, file = [answer async for answer in call(asked)]
+            names = [service.name for service in listed.list_services_response.service]
+            assert {symbol, "jaxinfer.v1.Control", "grpc.health.v1.Health"} <= set(names)
+            assert len(file.file_descriptor_response.file_descriptor_proto) >= 1

@@ -22,11 +22,10 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from starlette.types import ASGIApp
 
 from jaxinfer.frontend import Frontend
-from jaxinfer_service import control, servicer
+from jaxinfer_service import control, reflection, servicer
 from jaxinfer_service.access import Access
 from jaxinfer_service.call_headers import GrpcIds, HttpIds
 from jaxinfer_service.control import ControlService
@@ -178,7 +177,7 @@ class Server:
         server.add_generic_rpc_handlers((self._service.handler(), self._control.handler()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
+        reflection.enable_reflection(names, server)
         return server
 
     async def _load(self) -> OpenedModel | None:
