@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 
 import httpx2 as httpx
 import openai
@@ -178,6 +179,15 @@ async def test_vllms_extensions_over_http():
             messages=[{"role": "user", "content": "hi"}],
         )  # fmt: skip
         assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+        async with plain.stream(
+            "POST",
+            "/v1/completions",
+            json={"prompt": "abc", "stream": True, "return_token_ids": True, "stop": ["yesno"]},
+        ) as streamed:
+            lines = [line[6:] async for line in streamed.aiter_lines() if "{" in line]
+        choices = [json.loads(line)["choices"][0] for line in lines]
+        assert choices[0]["prompt_token_ids"] == [*b"abc"]
+        assert [i for choice in choices for i in choice["token_ids"]] == [*b"yes", EOS]
         neutral = {
             "best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False,
             "spaces_between_special_tokens": True, "suffix": "", "detokenize": True, "store": False,

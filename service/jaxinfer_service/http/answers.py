@@ -93,7 +93,8 @@ class Completions:
         return self._choice(Delta(index), prompt.text, prompt)
 
     def part(self, delta: Delta) -> Choice | None:
-        return self._choice(delta, delta.text) if _shows(delta) else None
+        shows = _shows(delta) or (self._asked.return_token_ids and delta.token_ids)
+        return self._choice(delta, delta.text) if shows else None
 
     def besides(self, prompt: Echoed) -> dict[str, Any]:
         return {}
