@@ -64,9 +64,12 @@ class PromptLogprobs(Sequence[TokenLogprobs]):
     def __getitem__(self, index: int | slice) -> TokenLogprobs | PromptLogprobs:
         if isinstance(index, slice):
             return PromptLogprobs(self.columns[index])
-        line = self.columns[index]
-        floats = line.view(np.float32)
-        top = (len(line) - _NUMBERS) // 2
-        ids = line[_NUMBERS : _NUMBERS + top].tolist()
-        values = floats[_NUMBERS + top :].tolist()
-        return TokenLogprobs(float(floats[0]), tuple(zip(ids, values)), int(line[1]))
+        return entry(self.columns[index], (self.columns.shape[1] - _NUMBERS) // 2)
+
+
+def entry(line: np.ndarray, top: int) -> TokenLogprobs:
+    """One token's columns, int32[2 + 2 * most], with `top` of the most likely tokens."""
+    values = _NUMBERS + (len(line) - _NUMBERS) // 2  # where their logprobs begin
+    floats = line.view(np.float32)
+    likely = zip(line[_NUMBERS : _NUMBERS + top].tolist(), floats[values : values + top].tolist())
+    return TokenLogprobs(float(floats[0]), tuple(likely), int(line[1]))

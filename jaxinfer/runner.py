@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxinfer.page_transfer import PageTransfer
 from jaxinfer.programs import Programs, smallest_shape
-from jaxinfer.prompt_logprobs import PromptLogprobs
+from jaxinfer.prompt_logprobs import entry
 from jaxinfer.request import SamplingParams, TokenLogprobs
 from jaxinfer.sampler import VARIANTS, Variant
 from jaxinfer.sequence import Sequence
@@ -35,7 +35,7 @@ class StepResult:
     def row_logprobs(self, row: int, top: int) -> TokenLogprobs:
         """What is known of the chosen token, `top` others with it. Needs the full sampler."""
         assert self.logprobs is not None
-        return PromptLogprobs.of_columns(self.logprobs[row : row + 1], top)[0]
+        return entry(self.logprobs[row], top)
 
 
 class StepRunner(Protocol):

@@ -89,10 +89,8 @@ class Delta:
         self.timing = later.timing
         self.cached_tokens = later.cached_tokens
         if later.prompt_logprobs is not None:
-            before = self.prompt_logprobs
-            self.prompt_logprobs = (
-                before.then(later.prompt_logprobs) if before else (later.prompt_logprobs)
-            )
+            before, more = self.prompt_logprobs, later.prompt_logprobs
+            self.prompt_logprobs = more if before is None else before.then(more)
 
     @property
     def empty(self) -> bool:
