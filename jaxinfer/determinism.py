@@ -117,6 +117,7 @@ class Probe:
     said: list[np.ndarray] = field(default_factory=list)
     here: list[list[int]] = field(default_factory=list)
     there: list[list[int]] | None = None
+    scored: np.ndarray | None = None  # what the last step said of the piece's tokens
     _rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def __post_init__(self) -> None:
@@ -203,7 +204,8 @@ class Probe:
         if piece is not None:
             where, start, length = piece
             it = _sequence(next(slots), self.tokens, where)
-            plan.pieces.append(Piece(it, start, length, True))
+            known = min(start + length, len(self.tokens) - 1)  # what follows the others is not
+            plan.pieces.append(Piece(it, start, length, True, range(start, known)))
         plan.admitted = [p.sequence for p in plan.pieces]
         if pages is not None:
             own = next(slots)
@@ -215,6 +217,7 @@ class Probe:
         plan.admitted += plan.decodes
         plan.resumed = plan.decodes
         result = self.runner.collect(self.runner.dispatch(plan, shape))
+        self.scored = result.scored
         return _bits(result, len(plan.decodes) - 1), _bits(result, -1)
 
     def _random(self, count: int) -> list[int]:
@@ -256,6 +259,9 @@ def invariant_ways(
         if size < end:
             bits = probe.prefill(shape, pages, end, ahead, start=size)
         yield f"a prompt in {name}", end - first, bits
+        if probe.scored is not None:
+            of_last = np.concatenate([[probe.tokens[end]], probe.scored[-1]]).astype(np.int32)
+            yield f"what is said of a prompt in {name}", end - first, of_last
         yield f"what follows a prompt in {name}", probe.outputs, probe.decode(fewest, pages, end)
 
 
@@ -291,9 +297,9 @@ def _bits(result: StepResult, row: int) -> np.ndarray:
 
 def _difference(what: str, expected: np.ndarray, found: np.ndarray) -> Difference:
     """How far apart two rows of `_bits` are in the logprobs of the tokens that both name."""
-    top = (len(expected) - 2) // 2
+    top = (len(expected) - 3) // 2
     by_token = [
-        dict(zip(bits[2 : 2 + top].tolist(), bits[2 + top :].view(np.float32).tolist()))
+        dict(zip(bits[3 : 3 + top].tolist(), bits[3 + top :].view(np.float32).tolist()))
         for bits in (expected, found)
     ]
     common = by_token[0].keys() & by_token[1].keys()

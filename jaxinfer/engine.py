@@ -28,11 +28,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from jaxinfer import sampler_outcomes as outcomes
 from jaxinfer.compile_watch import CompileWatch
 from jaxinfer.expert_load import ExpertLoad
 from jaxinfer.load import KEPT_LATENCIES, Load, Percentiles, SlotRow, StepRecord
 from jaxinfer.memory_plan import MemoryPlan
+from jaxinfer.prompt_logprobs import PromptLogprobs
 from jaxinfer.request import (
     Abort,
     Command,
@@ -55,6 +58,8 @@ _FINISHED = (
     FinishReason.STOP_STRING,
     FinishReason.LENGTH,
 )
+
+_NOT_FINITE = "the model's logits are not finite"
 
 
 class Engine:
@@ -160,12 +165,19 @@ class Engine:
         events, tokens, row_outcomes = [], result.tokens, result.outcomes
         if self.experts is not None and result.expert_load is not None:
             self.experts = self.experts.plus(result.expert_load)
+        scored = {} if result.scored is None else self._scored(plan, result.scored, now)
         for row, sequence in plan.sampled():
             outcome = row_outcomes[row]
             if sequence.finished or outcome == outcomes.IDLE:
                 continue
             if outcome == outcomes.NOT_FINITE:
-                self._end(sequence, FinishReason.ERROR, now, "the model's logits are not finite")
+                self._end(sequence, FinishReason.ERROR, now, _NOT_FINITE)
+                continue
+            of_prompt = scored.pop(sequence, None)
+            if not sequence.request.max_new_tokens:  # all that was asked is what is said of it
+                self._retire(sequence, FinishReason.LENGTH, now)
+                end = self._event(sequence, (), (), FinishReason.LENGTH, now, of_prompt)
+                events.append(end)
                 continue
             token = tokens[row]
             sequence.tokens.append(token)
@@ -182,8 +194,26 @@ class Engine:
             if outcome != outcomes.RUNNING:
                 finish = self._finish_reason(sequence, token, outcome)
                 self._retire(sequence, finish, now)
-            events.append(self._event(sequence, (token,), logprobs, finish, now))
+            events.append(self._event(sequence, (token,), logprobs, finish, now, of_prompt))
+        events += [self._event(s, (), (), None, now, lines) for s, lines in scored.items()]
         return events
+
+    def _scored(
+        self, plan: StepPlan, columns: np.ndarray, now: float
+    ) -> dict[Sequence, PromptLogprobs]:
+        """What a step says of prompts, by sequence; one with a logprob that is none fails."""
+        found, first = {}, 0
+        for piece in plan.pieces:
+            sequence, end = piece.sequence, first + len(piece.scored)
+            if end > first and not sequence.finished:
+                top = sequence.request.params.prompt_logprobs
+                lines = PromptLogprobs.of_columns(columns[first:end], top or 0)
+                if lines.finite:
+                    found[sequence] = lines
+                else:
+                    self._end(sequence, FinishReason.ERROR, now, _NOT_FINITE)
+            first = end
+        return found
 
     def _check_replay(self, sequence: Sequence, token: int, now: float) -> None:
         """A preempted sequence computes again what its reader has already."""
@@ -205,13 +235,16 @@ class Engine:
         logprobs: tuple[TokenLogprobs, ...],
         finish: FinishReason | None,
         now: float,
+        of_prompt: PromptLogprobs | None = None,
     ) -> SequenceEvent:
+        first, cached = None, 0
+        if not sequence.reported:
+            sequence.reported = True
+            first, cached = sequence.first_scheduled, sequence.cached_tokens
         request_id = sequence.request.id
-        if sequence.reported:
-            return SequenceEvent(request_id, tokens, logprobs, finish, "", now)
-        sequence.reported = True
-        first, cached = sequence.first_scheduled, sequence.cached_tokens
-        return SequenceEvent(request_id, tokens, logprobs, finish, "", now, first, cached)
+        return SequenceEvent(
+            request_id, tokens, logprobs, finish, "", now, first, cached, of_prompt
+        )
 
     def _abort(self, command: Abort, now: float) -> None:
         sequence = self.scheduler.by_id.get(command.request_id)

@@ -89,22 +89,38 @@ class Frontend:
         params: Params,
         timeout: float | None = None,
         scheduling: Scheduling | None = None,
+        add_special_tokens: bool = True,
+        replies: Replies | None = None,
     ) -> Stream:
         """Start the samples of a prompt, `n` of `params`, which must end within `timeout` seconds.
 
+        `replies` is how they are read, where the prompt is the token ids of a `Conversation`.
         Raises RequestError, QueueFullError or EngineStoppedError; then nothing was started.
         """
         now = self._clock()
+        prompt_ids = await self.prepare(prompt, add_special_tokens)
         try:
-            self._require_open()
-            prompt_ids = await self.encode(prompt)
             self._require_open()
             request_id = f"r{next(self._ids)}"
             requests = self.text.requests(prompt_ids, params, request_id, now, timeout, scheduling)
         except (RequestError, EngineStoppedError):
             self._refused += 1
             raise
-        return self._start(requests, prompt.replies if isinstance(prompt, Conversation) else None)
+        if isinstance(prompt, Conversation):
+            replies = prompt.replies
+        return self._start(requests, replies)
+
+    async def prepare(self, prompt: AnyPrompt, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt that is to be submitted: if it is none, that counts as refused.
+
+        Raises RequestError or EngineStoppedError.
+        """
+        try:
+            self._require_open()
+            return await self.encode(prompt, add_special_tokens)
+        except (RequestError, EngineStoppedError):
+            self._refused += 1
+            raise
 
     async def encode(self, prompt: AnyPrompt, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. Raises RequestError.
@@ -227,7 +243,7 @@ class Frontend:
             self._note_tokens(sample, len(delta.token_ids), event.time)
             self._dropped_tokens += len(event.tokens) - len(delta.token_ids)
             if delta.finish is None:
-                if delta.token_ids:
+                if not delta.empty:
                     sample.stream.take(delta)
                 continue
             if event.finish is None:  # the engine knows nothing of it: a stop string, or a fault

@@ -24,6 +24,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.generation import GenerationDefaults, SamplingDefaults, TextOptions
 from jaxinfer.llm_arguments import check_options, one_each, several_prompts
 from jaxinfer.presets import preset_values
+from jaxinfer.prompt_logprobs import PromptLogprobs
 from jaxinfer.request import (
     Abort,
     Counters,
@@ -80,6 +81,7 @@ class Completion:
         timing: seconds from submission to the engine.
         prompt_token_ids: the prompt as the model saw it.
         cached_tokens: how many of those the prefix cache had.
+        prompt_logprobs: of the prompt's tokens but for the first, if asked for.
         error: what failed when the finish reason is ERROR.
         more: the further samples where `SamplingParams.n` is above 1.
     """
@@ -92,6 +94,7 @@ class Completion:
     timing: Timing
     prompt_token_ids: list[int]
     cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
     error: str = ""
     more: tuple[Completion, ...] = ()
 
@@ -206,19 +209,22 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: Params | Sequence[Params] | None = None,
         scheduling: Scheduling | Sequence[Scheduling] | None = None,
+        add_special_tokens: bool = True,
     ) -> list[Completion]:
         """One completion for each prompt, in their order; the further samples are in its `more`.
 
         A prompt is a text, token ids, or chat messages; `params` and `scheduling` are for all of
         them or one each. A `SamplingParams` says everything; a dict of some of its fields, or
-        nothing, leaves the others to the model's generation defaults. Raises RequestError, before
-        anything runs, if one of them cannot be honoured.
+        nothing, leaves the others to the model's generation defaults. `add_special_tokens`: whether
+        texts get what the model expects around them. Raises RequestError, before anything runs, if
+        one of them cannot be honoured.
         """
         several = several_prompts(prompts)
         asks = self._requests(
             several,
             one_each(several, params, _UNSET, "params", (SamplingParams, Mapping)),
             one_each(several, scheduling, Scheduling(), "scheduling", Scheduling),
+            add_special_tokens,
         )
         jobs = iter(self._run([request for ask in asks for request in ask]))
         return [_completion([job for _, job in zip(ask, jobs)]) for ask in asks]
@@ -237,6 +243,7 @@ class LLM:
         prompt: Prompt,
         params: Params | None = None,
         scheduling: Scheduling | None = None,
+        add_special_tokens: bool = True,
     ) -> Iterator[Delta]:
         """The completion of one prompt as it is made. Leaving it early ends the request.
 
@@ -244,7 +251,8 @@ class LLM:
         sample has `finish`.
         """
         chosen = _UNSET if params is None else params
-        (ask,) = self._requests([prompt], [chosen], [scheduling or Scheduling()])
+        whose = [scheduling or Scheduling()]
+        (ask,) = self._requests([prompt], [chosen], whose, add_special_tokens)
         return self._stream(ask)
 
     @property
@@ -266,6 +274,7 @@ class LLM:
         prompts: Sequence[Prompt],
         params: Sequence[Params],
         scheduling: Sequence[Scheduling],
+        special: bool,
     ) -> list[list[Request]]:
         """Validated requests, those of its samples for each prompt.
 
@@ -274,7 +283,7 @@ class LLM:
         asks: list[list[Request]] = []
         for position, (prompt, chosen, whose) in enumerate(zip(prompts, params, scheduling)):
             try:
-                ids, request_id = self._text.encode(prompt), f"r{next(self._ids)}"
+                ids, request_id = self._text.encode(prompt, special), f"r{next(self._ids)}"
                 asks.append(self._text.requests(ids, chosen, request_id, 0.0, scheduling=whose))
             except RequestError as error:
                 if len(prompts) == 1:
@@ -308,7 +317,7 @@ class LLM:
             while left := [job for job in jobs if not job.output.finished]:
                 self._step()
                 for job in left:
-                    if job.delta.token_ids or job.output.finished:
+                    if not job.delta.empty:
                         yield job.take()
         finally:
             self._abandon(jobs)
@@ -369,6 +378,7 @@ class _Job:
             whole.timing,
             list(self.request.prompt),
             whole.cached_tokens,
+            whole.prompt_logprobs,
             whole.finish.error,
         )
 

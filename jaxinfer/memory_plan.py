@@ -15,7 +15,7 @@ from jaxinfer.page_transfer import BATCH, MOST_BATCHES
 from jaxinfer.platform import allocator_fraction
 from jaxinfer.sizes import size_text
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
-from jaxinfer.step_plan import MAX_PIECES
+from jaxinfer.step_plan import MAX_PIECES, SCORED_ROWS
 
 CPU_POOL_BYTES = 2 << 30  # a host's memory is shared with others: take a fixed, modest pool
 WORKSPACE_SLACK = 64 << 20
@@ -90,11 +90,12 @@ def device_memory(device: Device) -> tuple[int, int]:
 
 def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
     """Bound on a program's temporaries (twice the logits, twice the widest activation, slack) and
-    the logits that go from one program to the next."""
+    on what goes from one program to the next: logits, and a chunk's last activations, twice."""
     rows = config.max_num_seqs + config.max_num_batched_tokens
     widest = widest_activation(model)
-    logits = 4 * model.vocab_size * (config.max_num_seqs + MAX_PIECES)
-    return 3 * logits + 2 * rows * widest * max(itemsize, 4) + WORKSPACE_SLACK
+    logits = 4 * model.vocab_size * max(config.max_num_seqs + MAX_PIECES, SCORED_ROWS)
+    hidden = 2 * config.max_num_batched_tokens * model.hidden_size * itemsize
+    return 3 * logits + 2 * rows * widest * max(itemsize, 4) + hidden + WORKSPACE_SLACK
 
 
 def widest_activation(model: ModelConfig, ways: int = 1) -> int:

@@ -13,8 +13,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.config import Determinism
+from jaxinfer.config import Determinism, ModelConfig
 from jaxinfer.kv_pool import Pools
+from jaxinfer.logprobs import score
 from jaxinfer.page_transfer import BATCH, batch_struct, pools_of, read_pages, write_pages
 from jaxinfer.program_store import ProgramStore
 from jaxinfer.sampler import VARIANTS, SampleRows, Variant, sample
@@ -22,7 +23,7 @@ from jaxinfer.sharding import replicated
 from jaxinfer.slot_state import HISTORY_CHUNK, History, Options, Slots, admission_size
 from jaxinfer.step import admit, forward, load_history
 from jaxinfer.step_model import StepModel
-from jaxinfer.step_plan import MAX_PIECES, StepShape
+from jaxinfer.step_plan import MAX_PIECES, SCORED_ROWS, StepShape
 
 FEWEST_ROWS = 8  # the rung between one stream and doublings
 SMALLEST_CHUNK = 64
@@ -98,7 +99,7 @@ def smallest_shape(shapes: tuple[StepShape, ...], rows: int, chunk: int) -> Step
 Key = (
     StepShape
     | tuple[int, Variant]
-    | tuple[Literal["read_pages", "write_pages"], int]
+    | tuple[Literal["read_pages", "write_pages", "score"], int]
     | Literal["admit", "load_history"]
 )
 
@@ -118,6 +119,7 @@ class Programs:
 
     forward: dict[StepShape, Any] = field(default_factory=dict)
     sample: dict[tuple[int, Variant], Any] = field(default_factory=dict)
+    score: dict[int, Any] = field(default_factory=dict)  # by the chunk's size
     read_pages: dict[int, Any] = field(default_factory=dict)  # by KV group, with offloading only
     write_pages: dict[int, Any] = field(default_factory=dict)
     admit: Any = None
@@ -131,6 +133,8 @@ class Programs:
         match key:
             case StepShape():
                 self.forward[key] = executable
+            case ("score", chunk):
+                self.score[chunk] = executable
             case ("read_pages", group):
                 self.read_pages[group] = executable
             case ("write_pages", group):
@@ -148,9 +152,12 @@ class Programs:
         """Forget the steps of all other shapes."""
         self.forward = {shape: self.forward[shape] for shape in shapes}
 
-    def logits_bytes(self, vocab_size: int) -> int:
-        """The largest logits that go from one program to the next."""
-        return max(rows for rows, _ in self.sample) * vocab_size * 4
+    def handed_bytes(self, model: ModelConfig, itemsize: int) -> int:
+        """The largest that goes from one program to the next: logits, and the last layer's output
+        for a chunk, with that of the step before, which may still be there.
+        """
+        logits = max(rows for rows, _ in self.sample) * model.vocab_size * 4
+        return logits + 2 * max(self.score) * model.hidden_size * itemsize
 
 
 def program_set(
@@ -179,7 +186,13 @@ def program_set(
         how: dict[str, Any] = {"variant": variant, "implementation": model.sampling}
         return sample.lower(logits, sampled, slots, options, seen, **how)
 
+    def scoring(chunk: int) -> Any:
+        config = model.config
+        hidden = struct(params["embed"].dtype, chunk, config.hidden_size)
+        return score.lower(params, hidden, ints(2, SCORED_ROWS), model=model)
+
     rows = sorted({shape.sample_rows for shape in shapes})
+    chunks = sorted({shape.chunk for shape in shapes if shape.chunk})
     widths = tuple(table.shape[1] for table in slots.page_tables)
     admission, upload = ints(MAX_PIECES, admission_size(widths)), ints(2 + HISTORY_CHUNK)
     return [
@@ -189,6 +202,7 @@ def program_set(
             for r in rows
             for variant in VARIANTS
         ),
+        *(Lowerable(f"score {c}", ("score", c), partial(scoring, c)) for c in chunks),
         Lowerable("admit", "admit", lambda: admit.lower(slots, options, admission)),
         Lowerable("load_history", "load_history", lambda: load_history.lower(history, upload)),
         *(_transfers(model, pools, ints(BATCH)) if offload else []),

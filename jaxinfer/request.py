@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from jaxinfer.prompt_logprobs import PromptLogprobs
 
 MAX_STOP_IDS = 64  # stop ids a slot can hold on the device, the model's own EOS ids included
 MAX_LOGIT_BIAS = 512  # logit_bias entries a slot can hold on the device
-MAX_LOGPROBS = 20  # top-N logprobs a request may ask for
+MAX_LOGPROBS = 20  # top-N logprobs a request may ask for, of its output or its prompt
 MAX_SEED = 2**63 - 1
 MAX_SAMPLES = 64  # samples of one prompt that a request may ask for
 MAX_PRIORITY = 1000  # priorities are from -MAX_PRIORITY to MAX_PRIORITY
@@ -42,6 +45,10 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         n: samples of the prompt; each is a sequence of its own, and they share the prompt's pages.
             Sample i draws with seed + i.
+        prompt_logprobs: as `logprobs`, of the prompt's tokens but for the first. With them
+            `max_new_tokens` may be 0: the prompt is scored and nothing is generated.
+        truncate_prompt_tokens: keep the last so many tokens of the prompt; -1: as many as fit with
+            the output that is asked for.
     """
 
     temperature: float = 1.0
@@ -61,6 +68,8 @@ class SamplingParams:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     n: int = 1
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
 
     @property
     def draws(self) -> bool:
@@ -129,10 +138,14 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprob of a chosen token and, if asked, of the most likely ones, best first."""
+    """Logprob of a token and, if asked, of the most likely ones, best first.
+
+    `rank` of the token: 1 and as many as the model thought more likely.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 class SequenceEvent(NamedTuple):
@@ -140,7 +153,8 @@ class SequenceEvent(NamedTuple):
 
     A stop id that ends the request is the last of `tokens`. `time` is the engine clock when the
     step was read; `first_scheduled` is set on the first event (queueing ends there), and so is
-    `cached_tokens`: how many of the prompt's tokens the prefix cache had.
+    `cached_tokens`: how many of the prompt's tokens the prefix cache had. `prompt_logprobs`: of the
+    prompt's next tokens, if it asked for them.
     """
 
     request_id: str
@@ -151,6 +165,7 @@ class SequenceEvent(NamedTuple):
     time: float = 0.0
     first_scheduled: float | None = None
     cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

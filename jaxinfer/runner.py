@@ -14,11 +14,12 @@ import numpy as np
 
 from jaxinfer.page_transfer import PageTransfer
 from jaxinfer.programs import Programs, smallest_shape
+from jaxinfer.prompt_logprobs import entry
 from jaxinfer.request import SamplingParams, TokenLogprobs
 from jaxinfer.sampler import VARIANTS, Variant
 from jaxinfer.sequence import Sequence
 from jaxinfer.slot_state import pack_admissions, pack_history
-from jaxinfer.step_plan import MAX_PIECES, StepPlan, StepShape, layout, pack
+from jaxinfer.step_plan import MAX_PIECES, StepPlan, StepShape, layout, pack, pack_scored
 
 
 @dataclass(slots=True)
@@ -27,17 +28,14 @@ class StepResult:
 
     tokens: list[int]
     outcomes: list[int]
-    logprobs: np.ndarray | None = None  # int32[rows, 1 + 2 * top], see sampler.sample
+    logprobs: np.ndarray | None = None  # int32[rows, 2 + 2 * top], see logprob_columns
     expert_load: np.ndarray | None = None  # int32[layers, experts], see step.forward
+    scored: np.ndarray | None = None  # as `logprobs`, of positions that the pieces have scored
 
     def row_logprobs(self, row: int, top: int) -> TokenLogprobs:
-        """The chosen token's logprob and the `top` most likely ones. Needs the full sampler."""
+        """What is known of the chosen token, `top` others with it. Needs the full sampler."""
         assert self.logprobs is not None
-        line = self.logprobs[row]
-        width = (len(line) - 1) // 2
-        values = line[1 + width : 1 + width + top].view(np.float32).tolist()
-        ids = line[1 : 1 + top].tolist()
-        return TokenLogprobs(float(line[:1].view(np.float32)[0]), tuple(zip(ids, values)))
+        return entry(self.logprobs[row], top)
 
 
 class StepRunner(Protocol):
@@ -58,6 +56,8 @@ class Dispatched:
     variant: Variant
     out: Any  # int32[sample_rows, columns] on the device
     expert_load: Any  # int32[layers, experts] there, of a model with experts
+    scored: list[Any]  # blocks int32[SCORED_ROWS, columns] there
+    num_scored: int
 
 
 class Runner:
@@ -91,7 +91,7 @@ class Runner:
                 tuple(self.programs.forward), len(plan.decodes), plan.chunk_tokens
             )
         packed = pack(plan, shape, self.null_slot)
-        self.pools, self.slots, rows, logits, load = self.programs.forward[shape](
+        self.pools, self.slots, rows, logits, load, hidden = self.programs.forward[shape](
             self.params, self.pools, self.slots, packed
         )
         variant = self._variant(plan, packed[layout(shape)["rows"][0]])
@@ -104,8 +104,18 @@ class Runner:
         out.copy_to_host_async()
         if load is not None:
             load.copy_to_host_async()
+        scored = self._score(plan, shape, hidden)
         sizes = (len(plan.decodes), len(plan.pieces))
-        return Dispatched(plan.number, *sizes, shape, variant, out, load)
+        return Dispatched(plan.number, *sizes, shape, variant, out, load, scored, plan.num_scored)
+
+    def _score(self, plan: StepPlan, shape: StepShape, hidden: Any) -> list[Any]:
+        """What the model thought of the prompts that want to know, block by block."""
+        blocks = []
+        for packed in pack_scored(plan):
+            block = self.programs.score[shape.chunk](self.params, hidden, packed)
+            block.copy_to_host_async()
+            blocks.append(block)
+        return blocks
 
     def collect(self, handle: Dispatched) -> StepResult:
         """Wait for a step and read its result."""
@@ -119,7 +129,10 @@ class Runner:
             out = out[: handle.decodes]
         logprobs = out[:, 2:] if handle.variant == "full" else None
         load = None if handle.expert_load is None else np.asarray(handle.expert_load)
-        return StepResult(out[:, 0].tolist(), out[:, 1].tolist(), logprobs, load)
+        scored = None
+        if handle.scored:
+            scored = np.concatenate([np.asarray(b) for b in handle.scored])[: handle.num_scored]
+        return StepResult(out[:, 0].tolist(), out[:, 1].tolist(), logprobs, load, scored)
 
     def admit(self, admitted: list[Sequence], resumed: list[Sequence]) -> None:
         """Upload options and pages of admitted sequences, and the history penalties need."""

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxinfer.request import MAX_LOGPROBS
+from jaxinfer.logprobs import logprob_columns
 from jaxinfer.sampler_outcomes import AT_LIMIT, IDLE, NOT_FINITE, RUNNING, STOPPED
 from jaxinfer.slot_state import MAX_COUNT, History, Options, Slots
 from pallas_kernels.sampling_threshold import Implementation, sampling_threshold
@@ -59,8 +59,8 @@ def sample(
 
     `implementation` is what finds the thresholds of the filters.
 
-    The int32 result has a token and an outcome a row and, for `full`, the chosen token's logprob,
-    the most likely ids and their logprobs (floats as bits). `history` is None but for `full`.
+    The int32 result has a token and an outcome a row and, for `full`, the token's
+    `logprob_columns`. `history` is None but for `full`.
     """
     edited = logits
     if variant == "full":
@@ -79,7 +79,7 @@ def sample(
     outcome = _outcome(logits, tokens, positions, rows, options)
     columns = [tokens[:, None], outcome[:, None]]
     if variant == "full":
-        columns += _logprobs(logits, tokens)
+        columns += logprob_columns(logits, tokens)
         history = _count(history, rows, tokens)
     return _advance(slots, rows, tokens, outcome), history, jnp.concatenate(columns, axis=1)
 
@@ -182,15 +182,6 @@ def _count(history: History | None, rows: SampleRows, tokens: Int[Array, " R"]) 
     seen = history.output_counts[rows.slots, tokens]
     one = (rows.live & (seen < MAX_COUNT)).astype(seen.dtype)
     return history._replace(output_counts=history.output_counts.at[rows.slots, tokens].add(one))
-
-
-def _logprobs(logits: Float[Array, "R V"], tokens: Int[Array, " R"]) -> list[Int[Array, "R cols"]]:
-    """Columns: the chosen token's logprob, the most likely ids, their logprobs."""
-    norm = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    top, ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
-    bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
-    return [bits(chosen - norm), ids, bits(top - norm)]
 
 
 def _outcome(

@@ -311,7 +311,7 @@ class Scheduler:
         start = sequence.num_computed_tokens
         length = min(budget, sequence.prefill_target - start)
         last = start + length == sequence.prefill_target
-        plan.pieces.append(Piece(sequence, start, length, last))
+        plan.pieces.append(Piece(sequence, start, length, last, sequence.score(start + length)))
         sequence.num_computed_tokens += length
         self.waiting.charge([sequence], length)
         if last:

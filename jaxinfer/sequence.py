@@ -26,6 +26,7 @@ class Sequence:
         num_published: how many of its leading pages the prefix cache was told of; `has_unnamed`:
             it has filled others since.
         cached_tokens: prompt tokens that the prefix cache had when it was first admitted.
+        num_scored: positions of the prompt after which dispatched steps score the next token.
         host_pages: where its pages are in host memory while it waits, by KV group.
         replay: outputs it had before it was preempted, which it is computing again.
         most_tokens: tokens it may have in the end.
@@ -50,6 +51,7 @@ class Sequence:
     num_published: int = 0
     has_unnamed: bool = False
     cached_tokens: int = 0
+    num_scored: int = 0
     host_pages: list[list[int]] = field(default_factory=list)
     replay: list[int] = field(default_factory=list)
     last_step: int = -1
@@ -98,6 +100,23 @@ class Sequence:
     def decodes(self) -> bool:
         """Whether the next step may compute one more token."""
         return not self.prefilling and len(self.tokens) + self.num_in_flight < self.most_tokens
+
+    @property
+    def may_skip(self) -> int:
+        """Leading tokens it need not compute if their pages are found; one at least is left.
+
+        What is not computed cannot be scored.
+        """
+        last = len(self.tokens) - 1
+        wanted = self.request.params.prompt_logprobs is not None
+        return self.num_scored if wanted and self.num_scored < self.prompt_len - 1 else last
+
+    def score(self, end: int) -> range:
+        """Positions before `end` to be scored now, if the prompt is to be: none twice."""
+        first = self.num_scored
+        if self.request.params.prompt_logprobs is not None:
+            self.num_scored = max(first, min(end, self.prompt_len - 1))
+        return range(first, self.num_scored)
 
     def start_again(self) -> None:
         """Back to the prompt: the same outputs will come, and are known already."""

@@ -74,14 +74,14 @@ class SequencePages:
     # -- admission ---------------------------------------------------------------------------------
 
     def lookup(self, sequence: Sequence) -> list[list[int]]:
-        """By group, the cached pages a sequence could begin with; one token at least is left.
+        """By group, the cached pages a sequence could begin with, see `Sequence.may_skip`.
 
         Lists are of equal length. Pages before a group's window are the null page.
         """
         if sequence.root is None:
             return [[] for _ in self.caches]
         extend_keys(sequence.keys, sequence.root, sequence.tokens, self.page_size)
-        most = sequence.keys[: (len(sequence.tokens) - 1) // self.page_size]
+        most = sequence.keys[: sequence.may_skip // self.page_size]
         keys = self._leading(most)
         while self._publish_after([sequence.root, *keys]):
             keys = self._leading(most)

@@ -157,10 +157,10 @@ def _runner(
         f"{len(programs.names)} programs ready in {seconds:.1f} s, "
         f"largest temporary {size_text(temporary)}"
     )
-    logits = programs.logits_bytes(model.vocab_size)
-    if temporary + logits > memory.workspace_bytes:
+    handed = programs.handed_bytes(model, jax.numpy.dtype(config.dtype).itemsize)
+    if temporary + handed > memory.workspace_bytes:
         raise RuntimeError(
-            f"the largest program needs {temporary} bytes of temporaries and {logits} of logits, "
+            f"the largest program needs {temporary} bytes of temporaries and hands over {handed}, "
             f"more than the {memory.workspace_bytes} planned; "
             "lower max_num_batched_tokens or max_num_seqs"
         )

@@ -41,12 +41,20 @@ def forward(
     *,
     model: StepModel,
     shape: StepShape,
-) -> tuple[Pools, Slots, SampleRows, Float[Array, "R V"], Int[Array, "L E"] | None]:
+) -> tuple[
+    Pools,
+    Slots,
+    SampleRows,
+    Float[Array, "R V"],
+    Int[Array, "L E"] | None,
+    Float[Array, "C D"] | None,
+]:
     """Compute one step: keys and values into the pool, float32 logits of the rows that sample.
 
     Decode rows read their token and position from `slots`; rows that are done compute nothing
     that is kept. Returns the rows for `sample`: decode rows, then one a piece. Last come the tokens
-    that went to each expert of the layers that have experts; None if there are none.
+    that went to each expert of the layers that have experts, None if there are none; and the last
+    layer's output for the chunk, of which `logprobs.score` makes logits where prompts want them.
     """
     inputs = {name: packed[place].reshape(dims) for name, (place, dims) in layout(shape).items()}
     slots = _map_pages(slots, inputs["deltas"])
@@ -90,7 +98,8 @@ def forward(
     pools = constrain(pools, model.mesh, *model.groups[0].axes)
     padding = owners == slots.token.shape[0] - 1
     load = _expert_load(routed, written & ~padding, model.config)
-    return pools, *constrain((slots, sampled, logits, load), model.mesh)
+    hidden = x[shape.rows :] if shape.chunk else None
+    return pools, *constrain((slots, sampled, logits, load, hidden), model.mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "kind"))

@@ -16,17 +16,22 @@ import numpy as np
 from jaxinfer.sequence import Sequence
 
 MAX_PIECES = 8  # sequences whose prompts one chunk may serve
+SCORED_ROWS = 64  # positions of prompts whose logits are made at a time
 TILE_ROWS = 64  # query tokens of one prefill tile; asserted equal to the kernel's
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of one sequence's prompt in a chunk. `last`: the prompt ends here, so sample."""
+    """A part of one sequence's prompt in a chunk. `last`: the prompt ends here, so sample.
+
+    `scored`: positions in it of which it is to be known how likely the token after them was.
+    """
 
     sequence: Sequence
     start: int
     length: int
     last: bool
+    scored: range = range(0)
 
 
 @dataclass(slots=True)
@@ -48,6 +53,11 @@ class StepPlan:
     page_outs: list[tuple[int, int, int]] = field(default_factory=list)
     page_ins: list[tuple[int, int, int]] = field(default_factory=list)
     deltas: list[tuple[int, int, int, int]] = field(default_factory=list)
+
+    @property
+    def num_scored(self) -> int:
+        """Positions of prompts that are scored."""
+        return sum(len(piece.scored) for piece in self.pieces)
 
     @property
     def chunk_tokens(self) -> int:
@@ -138,6 +148,26 @@ def pack(plan: StepPlan, shape: StepShape, null_slot: int) -> np.ndarray:
     if shape.chunk:
         _pack_chunk(plan.pieces, view, null_slot)
     return packed
+
+
+def pack_scored(plan: StepPlan) -> list[np.ndarray]:
+    """Blocks int32[2, SCORED_ROWS] of the positions that are scored, in the order of the pieces:
+    rows of the chunk, and the tokens that follow them. Padding looks at row 0.
+    """
+    rows: list[np.ndarray] = []
+    following: list[np.ndarray] = []
+    first = 0  # row of the chunk
+    for piece in plan.pieces:
+        if scored := piece.scored:
+            rows.append(np.arange(scored.start, scored.stop, dtype=np.int32) - piece.start + first)
+            after = piece.sequence.tokens[scored.start + 1 : scored.stop + 1]
+            following.append(np.asarray(after, np.int32))
+        first += piece.length
+    if not rows:
+        return []
+    both = np.stack([np.concatenate(rows), np.concatenate(following)])
+    both = np.pad(both, ((0, 0), (0, -both.shape[1] % SCORED_ROWS)))
+    return np.split(both, both.shape[1] // SCORED_ROWS, axis=1)
 
 
 def _pack_chunk(pieces: list[Piece], view: dict[str, np.ndarray], null_slot: int) -> None:

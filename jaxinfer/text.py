@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from jaxinfer.conversation import Chat, Conversation
 from jaxinfer.detokenizer import Detokenizer, DetokenizerFactory, StopMatcher
 from jaxinfer.generation import SamplingDefaults
+from jaxinfer.prompt_logprobs import PromptLogprobs
 from jaxinfer.replies.reader import CallDelta, Replies, ReplyReader
 from jaxinfer.replies.thinking import TAIL
 from jaxinfer.request import (
@@ -25,6 +26,7 @@ from jaxinfer.request import (
     TokenLogprobs,
     Violation,
 )
+from jaxinfer.truncation import truncated
 from jaxinfer.validation import EngineLimits, Violations, build_request, check_token_ids, samples
 
 if TYPE_CHECKING:
@@ -70,6 +72,8 @@ class Delta:
     The tokens may be ahead of the text, which is held back while it may become a stop string or
     ends within a character. `logprobs` has one entry a token if the request asked for them.
     `index` is that of the sample. `cached_tokens`: prompt tokens that the prefix cache had.
+    `prompt_logprobs`: if asked for, of the prompt's next tokens after its first; the first sample
+    has them, the last before its first token or with it.
 
     Of the reply to a `Conversation`, the text is what is for the user; `reasoning` and `calls` are
     beside it, and `reasoning_tokens` comes with the last delta.
@@ -85,6 +89,7 @@ class Delta:
     reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)
     reasoning_tokens: int | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
     def add_call(self, call: CallDelta) -> None:
         """Take in what is new of a call."""
@@ -105,6 +110,14 @@ class Delta:
         self.finish = later.finish
         self.timing = later.timing
         self.cached_tokens = later.cached_tokens
+        if later.prompt_logprobs is not None:
+            before, more = self.prompt_logprobs, later.prompt_logprobs
+            self.prompt_logprobs = more if before is None else before.then(more)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing in it for a reader."""
+        return not (self.token_ids or self.finish or self.prompt_logprobs)
 
 
 class TextProcessor:
@@ -190,6 +203,7 @@ class TextProcessor:
         scheduling: Scheduling | None = None,
     ) -> list[Request]:
         """The validated requests for prompt ids, one a sample. Raises RequestError."""
+        prompt = truncated(prompt, params, self.limits)
         if not isinstance(params, SamplingParams):
             params = self.sampling.complete(params, len(prompt), self.limits)
         request = build_request(
@@ -261,7 +275,7 @@ class OutputBuilder:
     def push(self, event: SequenceEvent) -> Delta:
         """What an event adds. Tokens after the one that completed a stop string are dropped."""
         self._note_start(event)
-        delta = Delta(self.index)
+        delta = Delta(self.index, prompt_logprobs=event.prompt_logprobs)
         last = len(event.tokens) - 1 if event.finish in _STOPPED_BY_ID else None
         for position, token in enumerate(event.tokens):
             delta.token_ids.append(token)

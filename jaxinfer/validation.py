@@ -8,7 +8,8 @@ Rules worth knowing:
 - `max_new_tokens` absent means up to the limit: min(max_model_len, KV capacity) - prompt tokens.
   Given, it must fit as it stands; it is never clamped.
 - A prompt needs at least one token and leaves room for one more, so `max_model_len - 1` tokens is
-  the longest and answers one token.
+  the longest and answers one token. With `prompt_logprobs`, `max_new_tokens` may be 0: nothing is
+  generated, and no room is needed.
 - `temperature` 0 is greedy, whatever top_k, top_p and min_p say (they never remove the most likely
   token). Between 0 and MIN_TEMPERATURE is refused: logits divided by it overflow float32.
 - `top_k` 0, -1 or at least the vocabulary keeps all tokens; the request carries 0 then.
@@ -98,7 +99,7 @@ def build_request(
     """
     eos, scheduling = tuple(eos_ids), scheduling or Scheduling()
     found = Violations()
-    check_prompt(found, prompt, limits)
+    check_prompt(found, prompt, limits, outputs=0 if params.max_new_tokens == 0 else 1)
     check_sampling(found, params, limits, eos)
     check_scheduling(found, scheduling)
     if not found:
@@ -111,7 +112,9 @@ def build_request(
         id=request_id,
         prompt=tuple(map(int, prompt)),
         params=_normalised(params, limits),
-        max_new_tokens=params.max_new_tokens or limits.max_tokens - len(prompt),
+        max_new_tokens=limits.max_tokens - len(prompt)
+        if params.max_new_tokens is None
+        else params.max_new_tokens,
         seed=secrets.randbits(63) if params.seed is None else params.seed,
         stop_ids=tuple(dict.fromkeys((*own_eos, *params.stop_token_ids))),
         arrival=now,
@@ -123,16 +126,19 @@ def build_request(
 def samples(request: Request) -> list[Request]:
     """The requests of an ask's samples, each with an id and a seed of its own and one group.
 
-    A single sample is the request itself, in no group.
+    A single sample is the request itself, in no group. What is said of the prompt, the first one
+    says.
     """
     if request.params.n == 1:
         return [request]
+    silent = dataclasses.replace(request.params, prompt_logprobs=None)
     return [
         dataclasses.replace(
             request,
             id=f"{request.id}.{i}" if i else request.id,
             seed=(request.seed + i) % (MAX_SEED + 1),
             group=request.id,
+            params=silent if i else request.params,
         )
         for i in range(request.params.n)
     ]
@@ -203,17 +209,20 @@ def _id_range(token: Any, vocab_size: int) -> str:
     return f"is {token!r}; token ids of this model are from 0 to {vocab_size - 1}"
 
 
-def check_prompt(found: Violations, prompt: Sequence[int], limits: EngineLimits) -> None:
+def check_prompt(
+    found: Violations, prompt: Sequence[int], limits: EngineLimits, outputs: int = 1
+) -> None:
+    """Require token ids that leave room for so many outputs."""
     count = len(prompt)
     if not count:
         found.add("prompt", "is empty; give at least one token")
-    elif count >= limits.max_model_len:
+    elif count + outputs > limits.max_model_len:
         found.add(
             "prompt",
-            f"has {count} tokens; at most {limits.max_model_len - 1} leave room for an answer"
+            f"has {count} tokens; at most {limits.max_model_len - outputs} leave room for an answer"
             f" (max_model_len is {limits.max_model_len}); shorten it",
         )
-    elif count >= limits.kv_tokens:
+    elif count + outputs > limits.kv_tokens:
         found.add(
             "prompt",
             f"has {count} tokens; the KV pool holds {limits.kv_tokens} tokens of one sequence;"
@@ -302,10 +311,12 @@ def check_sampling(
     if params.seed is not None:
         found.integer("seed", params.seed, 0, MAX_SEED)
     if params.max_new_tokens is not None:
-        found.integer("max_new_tokens", params.max_new_tokens, 1, None)
-    if params.logprobs is not None:
-        most = min(MAX_LOGPROBS, limits.vocab_size)
-        found.integer("logprobs", params.logprobs, 0, most)
+        scored = params.prompt_logprobs is not None
+        why = "" if scored else " (0 needs prompt_logprobs)"
+        found.integer("max_new_tokens", params.max_new_tokens, 0 if scored else 1, None, why)
+    for field in ("logprobs", "prompt_logprobs"):
+        if (count := getattr(params, field)) is not None:
+            found.integer(field, count, 0, min(MAX_LOGPROBS, limits.vocab_size))
     found.integer("n", params.n, 1, MAX_SAMPLES)
     _check_logit_bias(found, params, limits)
     _check_stops(found, params, limits, eos_ids)

@@ -11,11 +11,13 @@ import threading
 import time
 from collections import deque
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer.expert_load import ExpertLoad
 from jaxinfer.load import Load, Percentiles, SlotRow, StepRecord
+from jaxinfer.prompt_logprobs import PromptLogprobs
 from jaxinfer.request import (
     Abort,
     Counters,
@@ -68,6 +70,7 @@ def forever(request: Request) -> list[int]:
     return [33 + i % 90 for i in range(1 << 16)]
 
 
+HALF = -1  # the position of a sequence of whose prompt a half was scored
 PAGE_SIZE, PAGES = 16, 9  # page 0 is the null page
 
 LIMITS = EngineLimits(
@@ -203,6 +206,18 @@ class ScriptedEngine:
 
     def _advance(self, request_id: str, fresh: bool, now: float) -> SequenceEvent:
         request, script, position = self.running[request_id]
+        scored = None
+        if request.params.prompt_logprobs is not None and position <= 0 and len(request.prompt) > 1:
+            scored = self._scored(request, second=position < 0)
+            if position == 0 and len(scored) < len(request.prompt) - 1:
+                self.running[request_id] = (request, script, HALF)
+                return self._first(request, fresh, now)._replace(prompt_logprobs=scored)
+        position = max(position, 0)
+        if not request.max_new_tokens:
+            del self.running[request_id]
+            self._count_end(request_id, FinishReason.LENGTH)
+            end = self._first(request, fresh, now)
+            return end._replace(finish=FinishReason.LENGTH, prompt_logprobs=scored)
         token = script[position]
         self.counters.generated_tokens += 1
         position += 1
@@ -216,21 +231,36 @@ class ScriptedEngine:
         if finish is not None:
             del self.running[request_id]
             self._count_end(request_id, finish)
-        return SequenceEvent(
-            request_id,
-            (token,),
-            self._logprobs(request, token),
-            finish,
-            time=now,
-            first_scheduled=now if fresh else None,
-            cached_tokens=self.cached(request) if fresh else 0,
+        return self._first(request, fresh, now)._replace(
+            tokens=(token,),
+            logprobs=self._logprobs(request, token),
+            finish=finish,
+            prompt_logprobs=scored,
         )
+
+    def _first(self, request: Request, fresh: bool, now: float) -> SequenceEvent:
+        """An event without anything but what only the first one has."""
+        first, cached = (now, self.cached(request)) if fresh else (None, 0)
+        return SequenceEvent(request.id, time=now, first_scheduled=first, cached_tokens=cached)
+
+    def _scored(self, request: Request, second: bool) -> PromptLogprobs:
+        """The first half of a prompt's tokens, if it has more than two, or the rest: logprob -t/2
+        and rank t + 1 of token t, and the first ids as the most likely ones."""
+        top, following = request.params.prompt_logprobs, request.prompt[1:]
+        half = len(following) // 2 or len(following)
+        following = following[half:] if second else following[:half]
+        columns = np.zeros((len(following), 2 + 2 * top), np.int32)
+        columns[:, 0] = (-np.asarray(following, np.float32) / 2).view(np.int32)
+        columns[:, 1] = np.asarray(following) + 1
+        columns[:, 2 : 2 + top] = np.arange(top)
+        columns[:, 2 + top :] = (-np.arange(top, dtype=np.float32) / 2).view(np.int32)
+        return PromptLogprobs(columns)
 
     def _logprobs(self, request: Request, token: int) -> tuple[TokenLogprobs, ...]:
         top = request.params.logprobs
         if top is None:
             return ()
-        return (TokenLogprobs(-float(token), tuple((i, -float(i)) for i in range(top))),)
+        return (TokenLogprobs(-float(token), tuple((i, -float(i)) for i in range(top)), token + 1),)
 
     def _count_end(self, request_id: str, reason: FinishReason) -> None:
         self.ended[request_id] = reason

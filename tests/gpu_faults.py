@@ -49,11 +49,11 @@ def roll_pages(pools: Any, *others: Any) -> Any:
     return [(jnp.roll(k, 1, axis=0), v), *layers], *others
 
 
-def branch(pools: Any, slots: Any, rows: Any, logits: Any, load: Any) -> Any:
+def branch(pools: Any, slots: Any, rows: Any, logits: Any, *others: Any) -> Any:
     def smooth(x: Any) -> Any:  # branches without a loop are merged into a select
         return jax.lax.fori_loop(0, 9, lambda _, y: jnp.roll(y, 1, axis=1) * 0.5 + x, x)
 
-    return pools, slots, rows, jax.lax.cond(slots.done[0], smooth, jnp.tanh, logits), load
+    return pools, slots, rows, jax.lax.cond(slots.done[0], smooth, jnp.tanh, logits), *others
 
 
 def failures(plan: Plan, lowered: Any, compiled: Any = None, **changes: Any) -> dict[str, str]:

@@ -63,6 +63,7 @@ class Sampled:
     slots: object
     history: object
     logprob: np.ndarray | None = None
+    rank: np.ndarray | None = None
     top_ids: np.ndarray | None = None
     top: np.ndarray | None = None
 
@@ -102,10 +103,11 @@ def run(
     out = np.asarray(out)[: len(rows)]
     result = Sampled(out[:, 0], out[:, 1], new_slots, history)
     if variant == "full":
-        width = (out.shape[1] - 3) // 2
+        width = (out.shape[1] - 4) // 2
         result.logprob = out[:, 2].copy().view(np.float32)
-        result.top_ids = out[:, 3 : 3 + width]
-        result.top = out[:, 3 + width :].copy().view(np.float32)
+        result.rank = out[:, 3]
+        result.top_ids = out[:, 4 : 4 + width]
+        result.top = out[:, 4 + width :].copy().view(np.float32)
     return result
 
 

@@ -85,3 +85,26 @@ def test_samples_come_under_their_numbers_and_in_json(tiny):
     assert set(fields) - set(more) == {"model", "prompt_token_ids", "more"}
     two = generate(tiny, *draws, "-n", "2", "-p", "in").stdout
     assert two.startswith(f"--- 1 of 2: the\n{both}\n--- 2 of 2: in\n--- sample 1 of 2\n")
+
+
+def test_a_prompt_is_scored_and_cut(tiny):
+    """Against one of its own tokens less, whose output begins with what was scored."""
+    scored = ("--json", "--prompt-logprobs", "2", "--max-new-tokens", "0")
+    done = CliRunner().invoke(app, ["generate", str(tiny), "-p", "the cat sat", *TINY, *scored])
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    assert answer["token_ids"] == [] and answer["finish_reason"] == "length"
+    assert len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"]) - 1
+    for entry, token in zip(answer["prompt_logprobs"], answer["prompt_token_ids"][1:]):
+        assert entry["rank"] >= 1 and len(entry["top"]) == 2
+        ranked = [top["token_id"] for top in entry["top"]]
+        assert (entry["rank"] <= 2) == (token in ranked)
+    cut = json.loads(
+        generate(tiny, "-p", "the cat sat", "--json", "--truncate-prompt-tokens", "1").stdout
+    )
+    assert cut["prompt_token_ids"] == answer["prompt_token_ids"][-1:]
+    assert "prompt_logprobs" not in cut
+    refused = CliRunner().invoke(
+        app, ["generate", str(tiny), "-p", "x", "--prompt-logprobs", "1", *TINY]
+    )
+    assert refused.exit_code == 2 and "--json" in refused.output

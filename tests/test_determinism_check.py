@@ -63,14 +63,14 @@ class StandIn:
 
     def _say(self, shape, sequence, start, end, place):
         context = [self.pool.get(self._where(sequence, i)) for i in range(end)]
-        bits = np.zeros(41, np.int32)
+        bits = np.zeros(42, np.int32)
         value = np.float32(zlib.crc32(repr(context).encode()) % 10**6) / 10**6
         value = value * np.float32(1.00001 if self.faulty(shape, "says", sequence, place) else 1)
-        bits[1:21], bits[21:] = np.arange(20), value.view(np.int32)
+        bits[2:22], bits[22:] = np.arange(20), value.view(np.int32)
         return bits
 
     def collect(self, rows):
-        return StepResult([int(bits[21]) % VOCAB for bits in rows], [0] * len(rows), np.stack(rows))
+        return StepResult([int(bits[22]) % VOCAB for bits in rows], [0] * len(rows), np.stack(rows))
 
 
 def probe_over(runner: StandIn, pages: int = 60, longest: int = MAX_MODEL_LEN) -> Probe:

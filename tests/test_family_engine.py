@@ -24,10 +24,23 @@ def room_for_each_familys_programs():
 
 
 PARAMS = SamplingParams(temperature=0, logprobs=5)
+SCORED = SamplingParams(temperature=0, prompt_logprobs=1)
 LENGTHS = (40, 3, 17, 25)  # longer than the window, shorter, split by the chunk
 PADDED = 60
 # Those that another family has all features of: they differ in names and defaults alone.
 ALIKE = {"arcee", "ernie4_5", "gemma", "glm", "opt", "seed_oss"}
+
+
+def scores(engine, prompts: list[list[int]]) -> list[list]:
+    """Logprobs of each prompt's tokens but the first, all at once; nothing is generated."""
+    found: dict[str, list] = {}
+    for i, prompt in enumerate(prompts):
+        found[str(i)] = []
+        engine.execute(Submit(Request(str(i), tuple(prompt), SCORED, 0, 0)), 0.0)
+    while engine.has_work:
+        for event in engine.step(0.0):
+            found[event.request_id] += event.prompt_logprobs or ()
+    return list(found.values())
 
 
 def continuations(engine, prompts: list[list[int]], count: int) -> list[tuple[list, list]]:
@@ -71,6 +84,13 @@ def test_the_paged_step_equals_the_dense_loop(family, tmp_path, monkeypatch):
                 assert line.max() - line[token] <= 1e-4 * scale, attempt
                 assert abs(found.logprob - line[token]) <= 1e-4 * scale, attempt
     assert engine.counters.prefix_hits > 0
+    logits = dense_logits(model.config, model.params, np.pad(tokens[:40], (0, PADDED - 40)))
+    exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(-1))[:, None]
+    for prompt, lines in zip(prompts, scores(engine, prompts)):
+        following = prompt[1:]  # all prompts are beginnings of the longest
+        expected = exact[np.arange(len(following)), following]
+        found = [line.logprob for line in lines]
+        np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(logits).max())
     windows = {kind.window for kind in model.config.kinds}
     assert len(engine.scheduler.allocators) == max(1, len(windows))
 
@@ -109,13 +129,15 @@ def test_two_devices_give_what_one_gives(family, tmp_path):
     )
     tokens, _ = oracle(family)
     prompts = [tokens[:length].tolist() for length in LENGTHS]
-    outputs = []
+    outputs, scored = [], []
     for devices in (1, 2):
         engine = startup.build_engine(
             model, dataclasses.replace(config, tensor_parallel_size=devices)
         )
         engine.compiles.close()
         outputs.append(continuations(engine, prompts, 12))
+        scored.append([line.logprob for lines in scores(engine, prompts) for line in lines])
+    np.testing.assert_allclose(*scored, atol=1e-3)
     for (one, one_logprobs), (two, two_logprobs) in zip(*outputs):
         assert one == two
         found = [line.logprob for line in two_logprobs]

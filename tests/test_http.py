@@ -212,7 +212,6 @@ BAD = [
     ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "token ids"),
     ({"prompt": "x", "logit_bias": {"300": 1}}, "logit_bias[300]", "from 0 to 256"),
     ({"prompt": "x", "n": 65}, "n", "64"),
-    ({"prompt": "x", "echo": True, "logprobs": 1}, None, "echo and logprobs"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, None, "stream is not true"),
     ({}, "prompt", "required"),
 ]

@@ -80,12 +80,14 @@ def lowered(pages: int = PAGES):
 
 
 def test_the_set_is_closed():
-    """A sampler of every variant for the rows of every forward, each program once."""
+    """A sampler of every variant for the rows of every forward, what scores prompts for every size
+    of chunk, each program once."""
     programs, shapes, _ = lowered()
     keys = [program.key for program in programs]
     assert len(set(keys)) == len(keys) == len({program.name for program in programs})
     samplers = {(shape.sample_rows, variant) for shape in shapes for variant in VARIANTS}
-    assert set(keys) == {*shapes, *samplers, "admit", "load_history"}
+    scores = {("score", shape.chunk) for shape in shapes if shape.chunk}
+    assert set(keys) == {*shapes, *samplers, *scores, "admit", "load_history"}
 
 
 @pytest.mark.parametrize("shape", [StepShape(1, 0, 16), StepShape(8, 0, 16), StepShape(8, 128, 16)])
@@ -128,13 +130,13 @@ def test_the_workspace_that_was_planned_covers_every_program():
     for setup in (Setup(), Setup(chunk=128)):
         engine = built(setup)
         programs = engine.runner.programs
-        every = [*programs.forward.values(), *programs.sample.values()]
+        every = [*programs.forward.values(), *programs.sample.values(), *programs.score.values()]
         most = max(program.memory_analysis().temp_size_in_bytes for program in every)
         assert programs.temp_bytes >= most
-        assert programs.logits_bytes(VOCAB) == 4 * VOCAB * max(
-            s.sample_rows for s in programs.forward
-        )
-        assert programs.temp_bytes + programs.logits_bytes(VOCAB) <= engine.memory.workspace_bytes
+        logits = 4 * VOCAB * max(s.sample_rows for s in programs.forward)
+        hidden = 4 * TINY.hidden_size * setup.chunk
+        assert programs.handed_bytes(TINY, 4) == logits + 2 * hidden
+        assert programs.temp_bytes + programs.handed_bytes(TINY, 4) <= engine.memory.workspace_bytes
 
 
 STORE = """

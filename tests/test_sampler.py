@@ -146,6 +146,8 @@ def test_logprobs_are_of_the_models_own_logits():
     exact -= np.log(np.exp(exact).sum(1, keepdims=True))
     lines = np.arange(ROWS)
     np.testing.assert_allclose(result.logprob, exact[lines, result.tokens], atol=1e-5)
+    chosen = logits[lines, result.tokens]
+    np.testing.assert_array_equal(result.rank, 1 + (logits > chosen[:, None]).sum(1))
     np.testing.assert_allclose(result.top, -np.sort(-exact, 1)[:, :20], atol=1e-5)
     np.testing.assert_allclose(result.top, exact[lines[:, None], result.top_ids], atol=1e-5)
     assert all(len(set(ids)) == 20 for ids in result.top_ids.tolist())

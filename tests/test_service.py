@@ -96,7 +96,7 @@ async def test_every_sampling_field_reaches_the_engine():
         "presence_penalty": -0.5, "frequency_penalty": 0.75, "logit_bias": {5: 1.5, 3: -100.0},
         "seed": 2**63 - 1, "max_new_tokens": 11, "stop": ["s", "t"], "stop_token_ids": [9, 8],
         "include_stop": True, "ignore_eos": True, "logprobs": 3, "skip_special_tokens": False,
-        "n": 1,
+        "n": 1, "prompt_logprobs": 2, "truncate_prompt_tokens": 5,
     }  # fmt: skip
     assert set(given) == set(pb.Sampling.DESCRIPTOR.fields_by_name)
     async with serving(ScriptedEngine(script)) as (_, client):

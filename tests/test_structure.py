@@ -29,18 +29,21 @@ HOST_ONLY = (  # the host's decisions: no array library but NumPy
     "page_allocator",
     "policy",
     "prefix_cache",
+    "prompt_logprobs",
     "request",
     "sampler_outcomes",
     "scheduler",
     "sequence",
     "sequence_pages",
     "step_plan",
+    "truncation",
     "validation",
     "waiting_queue",
 )
 HOMES_OF_JIT = {
     "jaxinfer/step.py",
     "jaxinfer/sampler.py",
+    "jaxinfer/logprobs.py",
     "jaxinfer/page_transfer.py",
     "jaxinfer/gpu_check/on_device/timing.py",  # times kernels on a device; nothing that serves
 }

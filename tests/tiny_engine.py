@@ -127,6 +127,7 @@ class Output:
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     finish: FinishReason | None = None
     error: str = ""
 
@@ -166,6 +167,7 @@ def drive(
                 assert output.finish is None, "an event after the end"
                 output.tokens += event.tokens
                 output.logprobs += event.logprobs
+                output.prompt_logprobs += event.prompt_logprobs or ()
                 output.finish, output.error = event.finish, event.error
                 if len(output.tokens) >= cancel_after.get(event.request_id, 10**6):
                     engine.execute(Abort(event.request_id), 0.0)
@@ -230,10 +232,12 @@ def check(r: Request, output: Output, params=None, tolerance: float = TOLERANCE)
             token, logits[i], r.params, r.seed, prompt, tokens[:i], tolerance
         )
         assert not wrong, f"{r.id}, output token {i}: {wrong}"
+    if r.params.prompt_logprobs is not None and output.finish is not FinishReason.CANCELLED:
+        _check_prompt_logprobs(r, output, naive_logprobs(prompt, params), tolerance)
     assert not set(tokens[:-1]) & set(r.stop_ids)
     if output.finish is FinishReason.CANCELLED:
         assert len(tokens) <= r.max_new_tokens
-    elif tokens[-1] in r.stop_ids:
+    elif tokens and tokens[-1] in r.stop_ids:
         own = tokens[-1] in r.params.stop_token_ids
         assert output.finish is (FinishReason.STOP_ID if own else FinishReason.EOS)
     else:
@@ -248,8 +252,24 @@ def check(r: Request, output: Output, params=None, tolerance: float = TOLERANCE)
 def _check_logprobs(r: Request, output: Output, exact: np.ndarray, tolerance: float) -> None:
     assert len(output.logprobs) == len(output.tokens)
     for token, said, line in zip(output.tokens, output.logprobs, exact):
-        assert abs(said.logprob - line[token]) <= tolerance
-        assert len(said.top) == r.params.logprobs
-        best = -np.sort(-line)[: len(said.top)]
-        np.testing.assert_allclose([value for _, value in said.top], best, atol=tolerance)
-        np.testing.assert_allclose([line[i] for i, _ in said.top], best, atol=tolerance)
+        _check_entry(said, token, line, r.params.logprobs, tolerance)
+
+
+def _check_prompt_logprobs(r: Request, output: Output, exact: np.ndarray, tolerance: float) -> None:
+    """One entry for every token of the prompt but its first, each once."""
+    assert len(output.prompt_logprobs) == len(r.prompt) - 1
+    for token, said, line in zip(r.prompt[1:], output.prompt_logprobs, exact):
+        _check_entry(said, token, line, r.params.prompt_logprobs, tolerance)
+
+
+def _check_entry(
+    said: TokenLogprobs, token: int, line: np.ndarray, top: int, tolerance: float
+) -> None:
+    assert abs(said.logprob - line[token]) <= tolerance
+    surely = (line > line[token] + 2 * tolerance).sum()
+    perhaps = (line > line[token] - 2 * tolerance).sum()
+    assert 1 + surely <= said.rank <= max(1, perhaps)
+    assert len(said.top) == top
+    best = -np.sort(-line)[: len(said.top)]
+    np.testing.assert_allclose([value for _, value in said.top], best, atol=tolerance)
+    np.testing.assert_allclose([line[i] for i, _ in said.top], best, atol=tolerance)

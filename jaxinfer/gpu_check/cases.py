@@ -23,7 +23,7 @@ from jaxinfer.programs import Lowerable, program_set, step_shapes
 from jaxinfer.sharding import make_mesh, pool_sharding, replicated, sharding_of
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
 from jaxinfer.step_model import StepModel
-from jaxinfer.step_plan import StepShape
+from jaxinfer.step_plan import SCORED_ROWS, StepShape
 from pallas_kernels.dispatch import Device
 from pallas_kernels.paged_attention import choose_body
 from pallas_kernels.sampling_threshold import choose_body as choose_sampling
@@ -38,12 +38,13 @@ OTHERS = (
     "sample draw 264",
     "sample filter 264",
     "sample full 264",
+    "score 2048",
     "admit",
     "load_history",
 )
 PROGRAMS = {  # by model and GPUs: what is compiled
     ("llama-3-8b", 1): (*STEPS, *OTHERS),
-    ("llama-3-8b", 8): (*STEPS, "sample full 264"),
+    ("llama-3-8b", 8): (*STEPS, "sample full 264", "score 2048"),
     ("qwen3-32b", 8): STEPS,
     ("gemma3-27b", 1): STEPS,
     ("mixtral-8x7b", 1): STEPS,
@@ -122,11 +123,16 @@ class Plan:
                     )
                 updated, taken = (pools, slots), (params, pools, slots)
                 load = whole if any(layer.endswith("experts") for layer in layers) else None
-                outputs = (*_shardings(updated), (whole, whole), whole, load)
+                hidden = whole if shape.chunk else None
+                outputs = (*_shardings(updated), (whole, whole), whole, load, hidden)
             case (int() as rows, variant):
                 updated = (slots, history if variant == "full" else None)
                 taken = (*updated, options)
                 outputs = (*_shardings(updated), whole)
+            case ("score", int()):
+                rows, updated, taken, outputs = SCORED_ROWS, (), params, (whole,)
+                if ways > 1:  # logits
+                    collectives = Counter({"all-gather": 1})
             case "admit":
                 updated = taken = (slots, options)
                 outputs = _shardings(updated)

@@ -33,7 +33,7 @@ from jaxinfer_service.pb.jaxinfer.v1 import control_pb2_grpc, inference_pb2_grpc
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | pb.Chat
-_OF_REQUEST = ("priority", "tenant", "cache_salt")
+_OF_REQUEST = ("priority", "tenant", "cache_salt", "add_special_tokens")
 
 READY_SECONDS = 600.0  # a first start fetches, converts and compiles
 _POLL_SECONDS = 0.2
@@ -51,6 +51,7 @@ class Asked(TypedDict, total=False):
     priority: int
     tenant: str
     cache_salt: str
+    add_special_tokens: bool
     temperature: float
     top_k: int
     top_p: float
@@ -68,6 +69,8 @@ class Asked(TypedDict, total=False):
     logprobs: int
     skip_special_tokens: bool
     n: int
+    prompt_logprobs: int
+    truncate_prompt_tokens: int
 
 
 def generate_request(prompt: Prompt, model: str = "", **asked: Unpack[Asked]) -> pb.GenerateRequest:

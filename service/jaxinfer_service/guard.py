@@ -20,6 +20,7 @@ from jaxinfer_service.access import (
     UnauthenticatedError,
     bearer,
 )
+from jaxinfer_service.handlers import wrapped
 from jaxinfer_service.http import errors
 
 # Health, reflection, metrics and what a page needs to load are open: probes have no keys.
@@ -56,15 +57,7 @@ class GrpcGuard(grpc.aio.ServerInterceptor):
 
             return call
 
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(
-                guarded(handler.unary_stream),
-                handler.request_deserializer,
-                handler.response_serializer,
-            )
-        return grpc.unary_unary_rpc_method_handler(
-            guarded(handler.unary_unary), handler.request_deserializer, handler.response_serializer
-        )
+        return wrapped(handler, guarded)
 
 
 class HttpGuard:

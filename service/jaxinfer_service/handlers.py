@@ -17,6 +17,19 @@ from jaxinfer_service import status, wire
 Context = grpc.aio.ServicerContext
 
 
+Method = Callable[[bytes, Context], Awaitable[Any]]
+
+
+def wrapped(handler: Any, around: Callable[[Method], Method]) -> grpc.RpcMethodHandler:
+    """A handler of ours whose method is called through another one."""
+    make, method = (
+        (grpc.unary_stream_rpc_method_handler, handler.unary_stream)
+        if handler.response_streaming
+        else (grpc.unary_unary_rpc_method_handler, handler.unary_unary)
+    )
+    return make(around(method), handler.request_deserializer, handler.response_serializer)
+
+
 def unary(
     kind: type[Message], method: Callable[[Any, Context], Awaitable[Message]]
 ) -> grpc.RpcMethodHandler:

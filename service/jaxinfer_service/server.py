@@ -22,15 +22,17 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from starlette.types import ASGIApp
 
 from jaxinfer.frontend import Frontend
-from jaxinfer_service import control, servicer
+from jaxinfer_service import control, reflection, servicer
 from jaxinfer_service.access import Access
+from jaxinfer_service.call_headers import GrpcIds, HttpIds
 from jaxinfer_service.control import ControlService
 from jaxinfer_service.guard import GrpcGuard, HttpGuard
 from jaxinfer_service.http.app import HttpFront
 from jaxinfer_service.http.body import MOST_BYTES
+from jaxinfer_service.http.origins import across_origins
 from jaxinfer_service.http.server import HttpServer
 from jaxinfer_service.live import LiveView
 from jaxinfer_service.metrics.histograms import Histograms
@@ -73,7 +75,8 @@ class ServerConfig:
         http_port: of the OpenAI-compatible front, 0 for a free one; None for no such front.
         metrics_prefix: how the names of its metrics begin.
         access: who may call; its keys are read again on SIGHUP.
-        tls: the certificate of both ports; None for neither.
+        tls: the certificate of both ports, read again on SIGHUP; None for neither.
+        allowed_origins: of pages that may call over HTTP, as https://example.com; "*" is all.
         drain_timeout: seconds that running requests have to finish after SIGTERM.
         stall_limit: seconds without a step, while there is work, that count as a stall.
     """
@@ -84,6 +87,7 @@ class ServerConfig:
     metrics_prefix: str = "jaxinfer"
     access: Access = field(default_factory=Access)
     tls: Tls | None = None
+    allowed_origins: tuple[str, ...] = ()
     drain_timeout: float = 30.0
     stall_limit: float = 60.0
 
@@ -107,6 +111,12 @@ class Server:
         """Drain and stop; the second time, stop at once. What the signals call."""
         (self._hurry if self._stopping.is_set() else self._stopping).set()
 
+    def reload(self) -> None:
+        """Read the keys and the certificate again. What SIGHUP calls."""
+        self.config.access.reload()
+        if self.config.tls is not None:
+            self.config.tls.reload()
+
     async def run(self, on_signals: bool = True) -> bool:
         """Serve until shut down. Returns whether the model was loaded by then.
 
@@ -128,7 +138,7 @@ class Server:
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.shut_down)
-            loop.add_signal_handler(signal.SIGHUP, self.config.access.reload)
+            loop.add_signal_handler(signal.SIGHUP, self.reload)
         try:
             opened = await self._load()
             if opened is None:
@@ -146,7 +156,9 @@ class Server:
         if self.config.http_port is None:
             return None
         listener = listen(self.config.host, self.config.http_port, "--http-port")
-        app = HttpGuard(self._http.app, self.config.access)
+        app: ASGIApp = HttpIds(HttpGuard(self._http.app, self.config.access))
+        if self.config.allowed_origins:
+            app = across_origins(app, self.config.allowed_origins)
         http = HttpServer(app, listener, self.config.tls)
         self.http_port = http.port
         return http
@@ -154,7 +166,7 @@ class Server:
     def _bind(self) -> grpc.aio.Server:
         host, port = self.config.host, self.config.port
         guard = GrpcGuard(self.config.access)
-        server = grpc.aio.server(options=_OPTIONS, interceptors=[guard])
+        server = grpc.aio.server(options=_OPTIONS, interceptors=[GrpcIds(), guard])
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             if self.config.tls is None:
@@ -166,7 +178,7 @@ class Server:
         server.add_generic_rpc_handlers((self._service.handler(), self._control.handler()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
+        reflection.enable_reflection(names, server)
         return server
 
     async def _load(self) -> OpenedModel | None:

@@ -5,20 +5,17 @@ A cancelled call cancels its handler, which leaves its stream, which ends the re
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-
 import grpc
 from google.protobuf.message import Message
 
 from jaxinfer.stream import Stream
 from jaxinfer.text import Delta
 from jaxinfer_service import status, wire
+from jaxinfer_service.answer_size import aside, check_entries
+from jaxinfer_service.end_log import log_end
 from jaxinfer_service.handlers import Context, streaming, unary
 from jaxinfer_service.model import ServedModel, loaded
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
-
-logger = logging.getLogger(__name__)
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _FOREVER = 1e9  # seconds; what gRPC gives as the time remaining of a call without deadline is more
@@ -45,6 +42,9 @@ class InferenceService:
     async def generate(self, request: pb.GenerateRequest, context: Context) -> Message:
         model = self._model(request.model)
         async with await self._submit(model, request, context) as stream:
+            params = wire.params_of(request.sampling)
+            with wire.named(request):
+                count = check_entries([len(stream.prompt)], params, "stream them")
             samples = [Delta(index) for index in range(len(stream.samples))]
             async for delta in stream:
                 status.check_finish(delta.finish)
@@ -52,35 +52,44 @@ class InferenceService:
         response = pb.GenerateResponse(request_id=stream.id, model=model.names[0])
         first, *more = samples
         wire.fill(response, first)
+        if first.prompt_logprobs:
+            lines = first.prompt_logprobs
+            await aside(count, wire.fill_prompt, response, stream.prompt, 0, lines)
         for sample in more:
             wire.fill(response.more.add(), sample)
         generated = sum(len(sample.token_ids) for sample in samples)
         wire.fill_end(response, samples, len(stream.prompt), generated)
-        _log_end(stream, samples, generated)
+        log_end(stream, samples, generated)
         return response
 
     async def generate_stream(self, request: pb.GenerateRequest, context: Context) -> None:
         model = self._model(request.model)
-        generated, ends = 0, list[Delta]()
+        generated, scored, ends = 0, 0, list[Delta]()
         async with await self._submit(model, request, context) as stream:
             chunk = pb.GenerateChunk(request_id=stream.id, model=model.names[0])
             async for delta in stream:
                 status.check_finish(delta.finish)
                 generated += len(delta.token_ids)
+                for lines in wire.prompt_parts(delta):
+                    wire.fill_prompt(chunk, stream.prompt, scored, lines)
+                    scored += len(lines)
+                    await context.write(chunk)
+                    chunk = pb.GenerateChunk()
+                if not (delta.token_ids or delta.finish):
+                    continue
                 chunk.index = delta.index
                 wire.fill(chunk, delta)
                 if delta.finish is not None:
                     ends.append(delta)
                     if len(ends) == len(stream.samples):
                         wire.fill_end(chunk, ends, len(stream.prompt), generated)
-                        _log_end(stream, ends, generated)
+                        log_end(stream, ends, generated)
                 await context.write(chunk)
                 chunk = pb.GenerateChunk()
 
     async def tokenize(self, request: pb.TokenizeRequest, context: Context) -> Message:
         frontend = self._model(request.model).frontend
-        wire.check_tokenize(request)
-        special = not request.HasField("add_special_tokens") or request.add_special_tokens
+        special = wire.special_of(request)
         with wire.named(request):
             ids = await frontend.encode(wire.prompt_of(request), special)
         return pb.TokenizeResponse(token_ids=ids)
@@ -104,19 +113,7 @@ class InferenceService:
         if timeout is not None and timeout > _FOREVER:
             timeout = None
         params, scheduling = wire.params_of(request.sampling), wire.scheduling_of(request)
+        special = wire.special_of(request)
         with wire.named(request):
             prompt = wire.prompt_of(request, model.opened.replies)
-            return await model.frontend.submit(prompt, params, timeout, scheduling)
-
-
-def _log_end(stream: Stream, ends: Sequence[Delta], generated: int) -> None:
-    logger.debug(
-        "finished",
-        extra={
-            "request": stream.id,
-            "reason": ",".join(end.finish.reason.value for end in ends if end.finish),
-            "prompt_tokens": len(stream.prompt),
-            "generated_tokens": generated,
-            "seconds": round(max(end.timing.total for end in ends if end.timing), 4),
-        },
-    )
+            return await model.frontend.submit(prompt, params, timeout, scheduling, special)

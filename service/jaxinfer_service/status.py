@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 # Status messages and details travel in HTTP/2 trailers, of which clients take 8 KiB by default.
 MESSAGE_BYTES = 600  # percent-encoding may triple them
 DETAILS_BYTES = 3500  # base64 adds a third
+INFO_BYTES = 200  # of what says the kind of error
 
 
 class ModelNotFoundError(LookupError):
@@ -63,6 +64,23 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
 }
 
 
+# google.rpc.ErrorInfo: what a program may tell errors of one code apart by.
+DOMAIN = "jaxinfer.v1"
+_REASONS: dict[type[Exception], str] = {
+    RequestError: "INVALID_REQUEST",
+    QueueFullError: "QUEUE_FULL",
+    EngineStoppedError: "NOT_SERVING",
+    ModelNotFoundError: "MODEL_NOT_FOUND",
+    CallNotFoundError: "CALL_NOT_FOUND",
+    DeadlineError: "DEADLINE_EXCEEDED",
+    RequestAbortedError: "ABORTED_BY_OPERATOR",
+    RequestFailedError: "REQUEST_FAILED",
+    UnauthenticatedError: "KEY_NOT_KNOWN",
+    ForbiddenError: "KEY_MAY_NOT",
+    TooManyError: "KEY_OVER_ITS_LIMIT",
+}
+
+
 def check_finish(finish: Finish | None) -> None:
     """Raise for an end that is no answer."""
     if finish is None:
@@ -86,24 +104,25 @@ async def abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
         code, message = grpc.StatusCode.INTERNAL, "an error of the server; see its log"
     trailers: list[tuple[str, str | bytes]] = []
     message = _clip(message, MESSAGE_BYTES)
-    if details := _details(error):
-        packed = any_pb2.Any()
-        packed.Pack(details)
-        status = status_pb2.Status(code=_number(code), message=message, details=[packed])
-        trailers.append(("grpc-status-details-bin", status.SerializeToString()))
+    status = status_pb2.Status(code=_number(code), message=message)
+    for details in _details(error):
+        status.details.add().Pack(details)
+    trailers.append(("grpc-status-details-bin", status.SerializeToString()))
     if isinstance(error, QueueFullError | TooManyError):
         trailers.append(("grpc-retry-pushback-ms", str(math.ceil(error.retry_after * 1000))))
     await context.abort(code, message, tuple(trailers))
 
 
-def _details(error: Exception) -> Message | None:
+def _details(error: Exception) -> Iterator[Message]:
+    """What kind of error it is, for programs, and what can be done about it."""
+    reason = _REASONS.get(type(error), "SERVER_ERROR")
+    yield error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN)
     if isinstance(error, RequestError):
-        return _bad_request(error)
+        yield _bad_request(error)
     if isinstance(error, QueueFullError | TooManyError):
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(math.ceil(error.retry_after * 1e9))
-        return error_details_pb2.RetryInfo(retry_delay=delay)
-    return None
+        yield error_details_pb2.RetryInfo(retry_delay=delay)
 
 
 def _bad_request(error: RequestError) -> error_details_pb2.BadRequest:
@@ -113,7 +132,7 @@ def _bad_request(error: RequestError) -> error_details_pb2.BadRequest:
         entry = error_details_pb2.BadRequest.FieldViolation(
             field=_clip(violation.field, 100), description=_clip(violation.message, 500)
         )
-        if details.ByteSize() + entry.ByteSize() > DETAILS_BYTES - MESSAGE_BYTES:
+        if details.ByteSize() + entry.ByteSize() > DETAILS_BYTES - MESSAGE_BYTES - INFO_BYTES:
             break
         details.field_violations.append(entry)
     return details

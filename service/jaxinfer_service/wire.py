@@ -10,6 +10,7 @@ from typing import Any
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from jaxinfer.prompt_logprobs import PromptLogprobs
 from jaxinfer.replies.formats import ReplyFormat
 from jaxinfer.request import (
     FinishReason,
@@ -23,10 +24,12 @@ from jaxinfer_service.access import tenant_of
 from jaxinfer_service.chat_wire import conversation_of, fill_reply
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
 
+MOST_SCORED = 1024  # tokens of a prompt that a chunk says something of
+
 _SCALARS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "max_new_tokens", "include_stop", "ignore_eos", "logprobs",
-    "skip_special_tokens", "n",
+    "skip_special_tokens", "n", "prompt_logprobs", "truncate_prompt_tokens",
 )  # fmt: skip
 
 _REASONS = {
@@ -130,6 +133,23 @@ def fill(message: pb.GenerateResponse | pb.GenerateChunk | pb.Sample, delta: Del
         message.finish.CopyFrom(_finish(delta.finish))
 
 
+def fill_prompt(
+    message: pb.GenerateResponse | pb.GenerateChunk,
+    prompt: Sequence[int],
+    said: int,
+    lines: PromptLogprobs,
+) -> None:
+    """Put what is said of a prompt's next tokens into a message; of so many it was said before."""
+    following = prompt[1 + said : 1 + said + len(lines)]
+    message.prompt_logprobs.extend(map(_logprobs, following, lines))
+
+
+def prompt_parts(delta: Delta) -> Iterator[PromptLogprobs]:
+    """What a delta says of the prompt, in parts that are no large messages."""
+    if delta.prompt_logprobs is not None:
+        yield from delta.prompt_logprobs.parts(MOST_SCORED)
+
+
 def fill_end(
     message: pb.GenerateResponse | pb.GenerateChunk,
     ends: Sequence[Delta],
@@ -163,11 +183,20 @@ def _logprobs(token: int, entry: TokenLogprobs) -> pb.TokenLogprobs:
     return pb.TokenLogprobs(
         chosen=pb.TokenLogprob(token_id=token, logprob=entry.logprob),
         top=[pb.TokenLogprob(token_id=i, logprob=value) for i, value in entry.top],
+        rank=entry.rank,
     )
 
 
-def check_tokenize(request: pb.TokenizeRequest) -> None:
-    """Refuse what a chat's template would ignore. Raises RequestError."""
-    if request.WhichOneof("prompt") == "chat" and request.HasField("add_special_tokens"):
-        why = "is set for a chat, whose template decides by itself; leave it out"
-        raise RequestError([Violation("add_special_tokens", why)])
+def special_of(request: pb.GenerateRequest | pb.TokenizeRequest) -> bool:
+    """Whether a text gets what the model expects around it. Raises RequestError where that is said
+    of another kind of prompt, for which it would mean nothing."""
+    kind = request.WhichOneof("prompt")
+    if not request.HasField("add_special_tokens"):
+        return True
+    if kind in ("chat", "token_ids"):
+        why = {
+            "chat": "is set for a chat, whose template decides by itself; leave it out",
+            "token_ids": "is set for token ids, which are taken as they are; leave it out",
+        }
+        raise RequestError([Violation("add_special_tokens", why[kind])])
+    return request.add_special_tokens

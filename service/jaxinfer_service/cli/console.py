@@ -13,6 +13,8 @@ from typing import NoReturn
 
 import typer
 
+from jaxinfer_service.call_ids import AddIds
+
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 OURS = ("jaxinfer", "jaxinfer_service")
@@ -31,6 +33,7 @@ def set_up_logging(level: str, form: str) -> None:
     if form not in ("text", "json"):
         raise typer.BadParameter(f"--log-format {form!r} is neither text nor json")
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(AddIds())
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     for name in OURS:

@@ -19,7 +19,10 @@ from jaxinfer_service.cli import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from jaxinfer import LLM, Completion
+    from jaxinfer.request import TokenLogprobs
 
 
 def generate(
@@ -53,12 +56,13 @@ def generate(
             "--ignore-eos", help="Go on after the model's end token.", rich_help_panel="Sampling"
         ),
     ] = False,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(
-            help="With --json: of chosen tokens and this many others.", rich_help_panel="Sampling"
-        ),
-    ] = None,
+    stop_token_id: sampling_options.StopTokenIds = None,
+    include_stop: sampling_options.IncludeStop = None,
+    skip_special_tokens: sampling_options.SkipSpecialTokens = None,
+    logprobs: sampling_options.Logprobs = None,
+    prompt_logprobs: sampling_options.PromptLogprobs = None,
+    truncate_prompt_tokens: sampling_options.TruncatePromptTokens = None,
+    add_special_tokens: sampling_options.AddSpecialTokens = True,
     n: sampling_options.Samples = 1,
     dtype: options.Dtype = None,
     chat_template: text_options.ChatTemplate = None,
@@ -85,8 +89,9 @@ def generate(
 ) -> None:
     """Continue prompts in this process, without a server; the text streams to stdout."""
     console.set_up_logging(log_level, log_format)
-    if logprobs is not None and not as_json:
-        raise typer.BadParameter("--logprobs is for --json; add it")
+    if not as_json and (logprobs is not None or prompt_logprobs is not None):
+        option = "--logprobs" if prompt_logprobs is None else "--prompt-logprobs"
+        raise typer.BadParameter(f"{option} is for --json; add it")
     params = options.given(
         temperature=temperature,
         top_p=top_p,
@@ -99,7 +104,12 @@ def generate(
         max_new_tokens=max_new_tokens,
         stop=tuple(stop) if stop else None,
         ignore_eos=ignore_eos,
+        stop_token_ids=tuple(stop_token_id) if stop_token_id else None,
+        include_stop=include_stop,
+        skip_special_tokens=skip_special_tokens,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        truncate_prompt_tokens=truncate_prompt_tokens,
         n=n,
     )
     config = engine_options.engine_config(
@@ -126,7 +136,7 @@ def generate(
             )
         if "temperature" not in llm.default_sampling.fields:
             params.setdefault("temperature", 0.0)  # greedy, where the model does not say
-        _answer(llm, model, prompts, params, as_json)
+        _answer(llm, model, prompts, params, add_special_tokens, as_json)
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         console.fail(error)
 
@@ -145,10 +155,15 @@ def _open(model: str, config: Any, **how: Any) -> LLM:
 
 
 def _answer(
-    llm: LLM, model: str, prompts: list[Any], params: dict[str, Any], as_json: bool
+    llm: LLM,
+    model: str,
+    prompts: list[Any],
+    params: dict[str, Any],
+    special: bool,
+    as_json: bool,
 ) -> None:
     if as_json:
-        completions = llm.generate(prompts, params)
+        completions = llm.generate(prompts, params, add_special_tokens=special)
         for completion in completions:
             typer.echo(json.dumps({"model": model, **_fields(completion)}, ensure_ascii=False))
         if any(sample.error for completion in completions for sample in completion.samples):
@@ -157,11 +172,11 @@ def _answer(
     for number, prompt in enumerate(prompts, 1):
         if len(prompts) > 1:
             typer.echo(_header(number, len(prompts), prompt))
-        (_print_samples if params["n"] > 1 else _print_stream)(llm, prompt, params)
+        (_print_samples if params["n"] > 1 else _print_stream)(llm, prompt, params, special)
 
 
-def _print_stream(llm: LLM, prompt: Any, params: dict[str, Any]) -> None:
-    for delta in llm.stream(prompt, params):
+def _print_stream(llm: LLM, prompt: Any, params: dict[str, Any], special: bool) -> None:
+    for delta in llm.stream(prompt, params, add_special_tokens=special):
         typer.echo(delta.text, nl=False)
         sys.stdout.flush()
         if delta.finish is not None and delta.finish.error:
@@ -169,9 +184,9 @@ def _print_stream(llm: LLM, prompt: Any, params: dict[str, Any]) -> None:
     typer.echo()
 
 
-def _print_samples(llm: LLM, prompt: Any, params: dict[str, Any]) -> None:
+def _print_samples(llm: LLM, prompt: Any, params: dict[str, Any], special: bool) -> None:
     """Each under its number, once all are complete: several cannot stream to one place."""
-    (completion,) = llm.generate([prompt], params)
+    (completion,) = llm.generate([prompt], params, add_special_tokens=special)
     for number, sample in enumerate(completion.samples, 1):
         gap = "" if number == 1 else "\n"
         typer.echo(f"{gap}--- sample {number} of {params['n']}\n{sample.text}")
@@ -189,13 +204,24 @@ def _header(number: int, count: int, prompt: Any) -> str:
 
 def _fields(completion: Completion) -> dict[str, Any]:
     """A completion as JSON; its further samples without the prompt."""
-    fields = dataclasses.asdict(dataclasses.replace(completion, more=()))
+    fields = dataclasses.asdict(dataclasses.replace(completion, more=(), prompt_logprobs=None))
     fields["finish_reason"] = completion.finish_reason.value
-    fields["logprobs"] = [
-        {"logprob": entry.logprob, "top": [{"token_id": i, "logprob": v} for i, v in entry.top]}
-        for entry in completion.logprobs
-    ]
+    fields["logprobs"] = _entries(completion.logprobs)
+    del fields["prompt_logprobs"]
+    if completion.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = _entries(completion.prompt_logprobs)
     fields["more"] = more = [_fields(sample) for sample in completion.more]
     for sample in more:
         del sample["prompt_token_ids"], sample["more"]
     return fields
+
+
+def _entries(logprobs: Iterable[TokenLogprobs]) -> list[dict[str, Any]]:
+    return [
+        {
+            "logprob": entry.logprob,
+            "rank": entry.rank,
+            "top": [{"token_id": i, "logprob": v} for i, v in entry.top],
+        }
+        for entry in logprobs
+    ]

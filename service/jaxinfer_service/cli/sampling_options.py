@@ -74,6 +74,60 @@ Stop = Annotated[
         metavar="TEXT", help="A string that ends the output; repeatable.", rich_help_panel=_SAMPLING
     ),
 ]
+StopTokenIds = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--stop-token-id",
+        metavar="ID",
+        help="A token that ends the output; repeatable.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+IncludeStop = Annotated[
+    bool | None,
+    typer.Option(
+        "--include-stop", help="Keep in the text what ended it.", rich_help_panel=_SAMPLING
+    ),
+]
+SkipSpecialTokens = Annotated[
+    bool | None,
+    typer.Option(
+        "--skip-special-tokens/--keep-special-tokens",
+        help="In the text of the output.",
+        show_default="skip",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="With --json: of chosen tokens and this many others.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+PromptLogprobs = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="With --json: of the prompt's tokens; --max-new-tokens 0 asks for nothing else.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+TruncatePromptTokens = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Keep the prompt's last N tokens; -1: as many as fit.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+AddSpecialTokens = Annotated[
+    bool,
+    typer.Option(
+        help="Begin a prompt with what the model expects there.", rich_help_panel=_SAMPLING
+    ),
+]
 Samples = Annotated[
     int,
     typer.Option(

@@ -70,7 +70,11 @@ def serve(
     ] = None,
     tls_cert: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Certificate, PEM.", rich_help_panel=_SERVER),
+        typer.Option(
+            metavar="FILE",
+            help="Certificate, PEM. Read again on SIGHUP, as are the files with it.",
+            rich_help_panel=_SERVER,
+        ),
     ] = None,
     tls_key: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Its key, PEM.", rich_help_panel=_SERVER)
@@ -80,6 +84,15 @@ def serve(
         typer.Option(
             metavar="FILE",
             help="Clients need a certificate that it signed.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Pages of it may call over HTTP (CORS); repeatable, * for all.",
+            show_default="none",
             rich_help_panel=_SERVER,
         ),
     ] = None,
@@ -144,6 +157,7 @@ def serve(
     console.set_up_logging(log_level, log_format)
     from jaxinfer.generation import TextOptions
     from jaxinfer_service.access import Access
+    from jaxinfer_service.http.origins import read_origins
     from jaxinfer_service.server import ServerConfig
 
     engine = engine_options.engine_config(
@@ -182,6 +196,7 @@ def serve(
             metrics_prefix=metrics_prefix,
             access=Access(api_keys),
             tls=_tls(tls_cert, tls_key, tls_client_ca),
+            allowed_origins=read_origins(allowed_origins or ()),
             drain_timeout=drain_timeout,
             stall_limit=stall_timeout,
         )

@@ -67,10 +67,10 @@ class HttpFront:
     async def completions(self, body: schema.Completion, request: Request) -> Response:
         model = self._model(body.model)
         text = model.opened.text
-        params = body.params_of(text.sampling)
+        params, usual = body.params(), body.usual_length(text.sampling)
         schema.check_prompts(body.prompts, params.get("n", 1), text.limits)
-        asks = [Ask(model, prompt, params, body) for prompt in body.prompts]
-        shape = answers.Completions(text, body.logprobs, body.echo)
+        asks = [Ask(model, prompt, params, body, usual) for prompt in body.prompts]
+        shape = answers.Completions(text, body)
         return await self._generate(asks, shape, body, request)
 
     async def chat_completions(self, body: schema.ChatCompletion, request: Request) -> Response:
@@ -78,7 +78,8 @@ class HttpFront:
         parallel = body.parallel_tool_calls is not False
         prompt = body.conversation(body.messages, model.opened.replies, parallel)
         asks = [Ask(model, prompt, body.params(), body)]
-        return await self._generate(asks, answers.Chats(model.opened.text), body, request)
+        shape = answers.Chats(model.opened.text, body.prompt_logprobs)
+        return await self._generate(asks, shape, body, request)
 
     async def _generate(
         self, asks: list[Ask], shape: answers.Shape, body: schema.Sampling, request: Request

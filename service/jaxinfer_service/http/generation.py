@@ -13,14 +13,19 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from jaxinfer.conversation import Conversation
 from jaxinfer.request import Scheduling
 from jaxinfer.stream import Stream
 from jaxinfer.text import AnyPrompt, Delta
+from jaxinfer.truncation import truncated
 from jaxinfer_service import status
 from jaxinfer_service.access import tenant_of
+from jaxinfer_service.answer_size import aside, check_entries
+from jaxinfer_service.end_log import log_end
 from jaxinfer_service.http import errors
-from jaxinfer_service.http.answers import Call, Choice, Shape, usage
-from jaxinfer_service.http.schema import Sampling
+from jaxinfer_service.http.answers import Call, Choice, Echoed, Shape, usage
+from jaxinfer_service.http.echo import Prefaced
+from jaxinfer_service.http.schema import Sampling, check_tokens
 from jaxinfer_service.model import ServedModel
 
 DONE = b"data: [DONE]\n\n"
@@ -35,13 +40,27 @@ class Ask:
     prompt: AnyPrompt
     params: dict[str, Any]
     body: Sampling
+    usual_length: int | None = None  # of outputs where nobody says how long, if there is room
 
-    async def submit(self) -> Stream:
+    async def encode(self) -> list[int]:
+        """Token ids of the prompt that are kept. Raises RequestError or EngineStoppedError."""
+        special = self.body.add_special_tokens is not False
+        ids = await self.model.frontend.prepare(self.prompt, special)
+        usual = {"max_new_tokens": self.usual_length} | self.params
+        return list(truncated(ids, usual, self.model.opened.text.limits))
+
+    async def submit(self, ids: list[int]) -> Stream:
         """Start it. Raises RequestError, QueueFullError or EngineStoppedError."""
-        body = self.body
+        body, params = self.body, self.params
+        if self.usual_length is not None and "max_new_tokens" not in params:
+            room = self.model.opened.text.limits.max_tokens - len(ids)
+            if room > 0:
+                params = params | {"max_new_tokens": min(self.usual_length, room)}
         scheduling = Scheduling(body.priority, tenant_of(body.tenant), body.cache_salt or "")
-        frontend = self.model.frontend
-        return await frontend.submit(self.prompt, self.params, body.timeout, scheduling)
+        replies = self.prompt.replies if isinstance(self.prompt, Conversation) else None
+        return await self.model.frontend.submit(
+            ids, params, body.timeout, scheduling, replies=replies
+        )
 
 
 class Started:
@@ -54,11 +73,17 @@ class Started:
         self._asks = asks
         self._leave = contextlib.AsyncExitStack()
         self.streams: list[Stream] = []
+        self.entries = 0  # logprobs of prompts that the answer has
 
     async def __aenter__(self) -> Started:
         async with contextlib.AsyncExitStack() as leave:
-            for ask in self._asks:
-                self.streams.append(await leave.enter_async_context(await ask.submit()))
+            prompts = [await ask.encode() for ask in self._asks]
+            first = self._asks[0]
+            check_tokens(prompts, first.params.get("n", 1), first.model.opened.text.limits)
+            lengths, instead = [*map(len, prompts)], "stream them over gRPC"
+            self.entries = check_entries(lengths, first.params, instead)
+            for ask, ids in zip(self._asks, prompts):
+                self.streams.append(await leave.enter_async_context(await ask.submit(ids)))
             self._leave = leave.pop_all()
         return self
 
@@ -76,15 +101,17 @@ class Started:
     def call(self, prefix: str) -> Call:
         return Call(f"{prefix}-{self.streams[0].id}", self._asks[0].model.names[0])
 
-    def prompts(self) -> list[str]:
-        """The text of each choice's prompt; that of token ids is decoded."""
-        texts = [
-            ask.prompt
-            if isinstance(ask.prompt, str)
-            else ask.model.opened.text.decode(stream.prompt)
+    @property
+    def samples(self) -> list[int]:
+        """How many choices each prompt has."""
+        return [len(stream.samples) for stream in self.streams]
+
+    def prompts(self, with_text: bool) -> list[Echoed]:
+        """The prompts as they were taken; the text of token ids, or of a part, is decoded."""
+        return [
+            Echoed(_text(ask, stream) if with_text else "", stream.prompt)
             for ask, stream in zip(self._asks, self.streams)
         ]
-        return [text for text, one in zip(texts, self.streams) for _ in one.samples]
 
     async def deltas(self) -> AsyncGenerator[Delta]:
         """What comes, with the `index` of the choice. Raises what ends a call without answer."""
@@ -129,10 +156,16 @@ class Started:
                 reader.cancel()
 
 
+def _text(ask: Ask, stream: Stream) -> str:
+    if isinstance(ask.prompt, str) and ask.body.truncate_prompt_tokens is None:
+        return ask.prompt
+    return ask.model.opened.text.decode(stream.prompt)
+
+
 async def answer(asks: Sequence[Ask], shape: Shape, request: Request) -> Response:
     """The answer, whole. Ends the asks if the client leaves before."""
     whole = await _unless_left(request, _whole(asks, shape))
-    return Response(status_code=LEFT) if whole is None else JSONResponse(whole)
+    return Response(status_code=LEFT) if whole is None else whole
 
 
 async def _unless_left[T](request: Request, doing: Coroutine[Any, Any, T]) -> T | None:
@@ -153,7 +186,7 @@ async def _left(request: Request) -> None:
         pass
 
 
-async def _whole(asks: Sequence[Ask], shape: Shape) -> dict[str, Any]:
+async def _whole(asks: Sequence[Ask], shape: Shape) -> Response:
     async with Started(asks) as started:
         samples = [Delta(index) for index in range(started.choices)]
         async for delta in started.deltas():
@@ -161,9 +194,18 @@ async def _whole(asks: Sequence[Ask], shape: Shape) -> dict[str, Any]:
         call, tally = started.call(shape.id_prefix), Tally(started)
         for sample in samples:
             tally.add(sample)
-        prompts = started.prompts() if shape.with_prompt else [""] * len(samples)
-        choices = [shape.whole(*each) for each in zip(samples, prompts)]
-        return call.object(shape.kind, choices, usage=tally.usage())
+        prompts, used = started.prompts(shape.with_prompt), tally.usage()
+
+    def written() -> Response:
+        choices, rest = list[Choice](), iter(samples)
+        for prompt, count in zip(prompts, started.samples):
+            own = list(itertools.islice(rest, count))
+            prompt.logprobs = own[0].prompt_logprobs
+            choices += [shape.whole(sample, prompt) for sample in own]
+        besides = shape.besides(prompts[0])
+        return JSONResponse(call.object(shape.kind, choices, usage=used, **besides))
+
+    return await aside(started.entries, written)
 
 
 async def stream(asks: Sequence[Ask], shape: Shape, with_usage: bool, request: Request) -> Response:
@@ -193,47 +235,59 @@ async def _events(asks: Sequence[Ask], shape: Shape, with_usage: bool) -> AsyncG
     async with Started(asks) as started, contextlib.aclosing(started.deltas()) as deltas:
         call, tally = started.call(shape.id_prefix), Tally(started)
         event = _chunks(call, shape.chunk_kind, ',"usage":null' if with_usage else "")
-        prompts = started.prompts() if shape.with_prompt else [""] * started.choices
-        heads = [head for each in enumerate(prompts) if (head := shape.head(*each))]
-        begun = False
+        prompts = started.prompts(shape.with_prompt)
+        prefaced, begun = Prefaced(shape, prompts, started.samples, shape.scored), False
         try:
             async for delta in deltas:
                 tally.add(delta)
-                for choice in (*heads, *shape.parts(delta)):
+                of_prompt = started.entries if delta.prompt_logprobs is not None else 0
+                for written in await aside(of_prompt, _written, event, prefaced, delta):
                     begun = True
-                    yield event(choice)
-                heads = []
+                    yield written
         except Exception as error:
             if not begun:  # there is still a status to say it with
                 raise
             yield _event(_json(errors.body_of(error)[1]))
             return
+        used = tally.usage()
         if with_usage:
-            yield _event(_json(call.object(shape.chunk_kind, [], usage=tally.usage())))
+            yield _event(_json(call.object(shape.chunk_kind, [], usage=used)))
     yield DONE
+
+
+def _written(event: Callable[[Choice], bytes], prefaced: Prefaced, delta: Delta) -> list[bytes]:
+    """The events that a delta brings."""
+    return [event(choice) for choice in prefaced.take(delta)]
 
 
 class Tally:
     """The tokens of a call's choices, while they come."""
 
     def __init__(self, started: Started):
-        self._started, self._generated = started, 0
-        self._cached = [0] * started.choices
-        self._reasoning: int | None = None  # None where reasoning is not told apart
+        self._started = started
+        self._generated = [0] * started.choices
+        self._ends: dict[int, Delta] = {}
 
     def add(self, delta: Delta) -> None:
-        self._generated += len(delta.token_ids)
+        self._generated[delta.index] += len(delta.token_ids)
         if delta.finish is not None:
-            self._cached[delta.index] = delta.cached_tokens
-            if delta.reasoning_tokens is not None:
-                self._reasoning = (self._reasoning or 0) + delta.reasoning_tokens
+            self._ends[delta.index] = delta
 
     def usage(self) -> dict[str, Any]:
-        """In all. Of a prompt's samples the later ones find what the first one computed."""
-        cached, rest = 0, iter(self._cached)
+        """In all, once all have ended, which is logged. Of a prompt's samples the later ones find
+        what the first one computed."""
+        cached, first = 0, 0
         for one in self._started.streams:
-            cached += min(itertools.islice(rest, len(one.samples)))
-        return usage(self._started.prompt_tokens, self._generated, cached, self._reasoning)
+            own = range(first, first + len(one.samples))
+            ends = [self._ends[choice] for choice in own]
+            cached += min(end.cached_tokens for end in ends)
+            log_end(one, ends, sum(self._generated[choice] for choice in own))
+            first = own.stop
+        thought = [
+            e.reasoning_tokens for e in self._ends.values() if e.reasoning_tokens is not None
+        ]
+        reasoning = sum(thought) if thought else None  # None where it is not told apart
+        return usage(self._started.prompt_tokens, sum(self._generated), cached, reasoning)
 
 
 def _chunks(call: Call, kind: str, more: str) -> Callable[[Choice], bytes]:

@@ -15,6 +15,7 @@ from jaxinfer.request import MAX_LOGIT_BIAS, RequestError, Violation
 from jaxinfer.validation import EngineLimits
 from jaxinfer_service.http import chat_schema
 from jaxinfer_service.http.chat_schema import Message, Templated
+from jaxinfer_service.http.not_computed import NotComputed
 from jaxinfer_service.http.strict import Body, Listed, OneOrMore, Several
 
 COMPLETION_TOKENS = 16  # of a completion where nobody says how many, as the API has it
@@ -39,7 +40,7 @@ class TextFormat(Body):
     type: Literal["text"]
 
 
-class Sampling(Body):
+class Sampling(NotComputed, Body):
     """What completions and chats have in common. What is left out is the model's own default."""
 
     model: str = ""
@@ -63,6 +64,9 @@ class Sampling(Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
     priority: int = 0
     tenant: str = ""
     cache_salt: str | None = None
@@ -89,6 +93,11 @@ class Sampling(Body):
     def _options_belong_to_streams(self) -> Sampling:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is given, and stream is not true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError(
+                "prompt_logprobs is given, and stream is true; leave one of them out (a completion"
+                " with echo and logprobs streams those of its prompt)"
+            )
         return self
 
     def params(self) -> dict[str, Any]:
@@ -110,6 +119,8 @@ class Sampling(Body):
             "include_stop": self.include_stop_str_in_output,
             "ignore_eos": self.ignore_eos,
             "skip_special_tokens": self.skip_special_tokens,
+            "prompt_logprobs": self.prompt_logprobs,
+            "truncate_prompt_tokens": self.truncate_prompt_tokens,
         }
         return {name: value for name, value in given.items() if value is not None}
 
@@ -120,23 +131,33 @@ class Completion(Sampling):
     prompt: str | Several[int] | Several[str] | Several[Several[int]]
     logprobs: int | None = None
     echo: bool = False
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
 
     @model_validator(mode="after")
-    def _logprobs_of_outputs(self) -> Completion:
-        if self.echo and self.logprobs is not None:
+    def _names_are_of_logprobs(self) -> Completion:
+        if self.return_tokens_as_token_ids and self.logprobs is None:
+            raise ValueError("return_tokens_as_token_ids is given, and logprobs is not")
+        if self.add_special_tokens and not _is_text(self.prompt):
             raise ValueError(
-                "echo and logprobs are both given; logprobs of prompts are not computed here"
+                "add_special_tokens is true for token ids, which are taken as they are"
             )
         return self
 
     def params(self) -> dict[str, Any]:
-        logprobs = {} if self.logprobs is None else {"logprobs": self.logprobs}
-        return super().params() | logprobs
+        """With `echo` the prompt's logprobs are like the output's. A prompt that is repeated and
+        nothing else is scored, whether or not that is shown."""
+        given = super().params()
+        if self.logprobs is not None:
+            given["logprobs"] = self.logprobs
+        if self.echo and (self.logprobs is not None or self.max_tokens == 0):
+            shown = (self.prompt_logprobs or 0, self.logprobs or 0)
+            given["prompt_logprobs"] = max(shown)
+        return given
 
-    def params_of(self, own: SamplingDefaults) -> dict[str, Any]:
-        """`params`, with the API's length where neither they nor the model's `own` say one."""
-        length = {} if own.bounds_length else {"max_new_tokens": COMPLETION_TOKENS}
-        return length | self.params()
+    def usual_length(self, own: SamplingDefaults) -> int | None:
+        """The API's length, where the model's `own` defaults say none."""
+        return None if own.bounds_length else COMPLETION_TOKENS
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -165,6 +186,10 @@ class ChatCompletion(Sampling, Templated):
             raise ValueError("max_tokens and max_completion_tokens are both given; give one")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is given, and logprobs is not true")
+        if self.add_special_tokens:
+            raise ValueError(
+                "add_special_tokens is true for a chat, whose template decides by itself"
+            )
         return self
 
     def params(self) -> dict[str, Any]:
@@ -228,6 +253,23 @@ def check_prompts(prompts: Sequence[object], n: int, limits: EngineLimits) -> No
             " each sample is one: send several calls"
         )
         raise RequestError([Violation("prompt", why)])
+
+
+def check_tokens(prompts: Sequence[Sequence[int]], n: int, limits: EngineLimits) -> None:
+    """Refuse prompts that the queue could never hold together. Raises RequestError."""
+    tokens, most = n * sum(map(len, prompts)), limits.max_queued_tokens
+    if len(prompts) > 1 and tokens > most:
+        why = (
+            f"has {len(prompts)} entries of {tokens} tokens in all"
+            + (f", for {n} samples each" if n > 1 else "")
+            + f"; the queue takes {most} (--max-queued-tokens): send several calls"
+        )
+        raise RequestError([Violation("prompt", why)])
+
+
+def _is_text(prompt: Any) -> bool:
+    """Whether a prompt is a text, or several."""
+    return isinstance(prompt, str) or isinstance(prompt[0], str)
 
 
 def _several(stop: OneOrMore) -> tuple[str, ...]:

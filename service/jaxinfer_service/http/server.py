@@ -78,6 +78,10 @@ class HttpServer:
             server_header=False,
             **(tls.for_http() if tls else {}),
         )
+        if tls is not None:
+            config.load()
+            assert config.ssl is not None
+            tls.keep_fresh(config.ssl)
         self._server, self._listener = _Quiet(config), listener
         self._task: asyncio.Task[None] | None = None
 

@@ -1,0 +1,59 @@
+"""Takes the ids of calls from their headers, over gRPC and over HTTP, and gives them back."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxinfer_service import control, servicer
+from jaxinfer_service.call_ids import ID_HEADER, TRACE_HEADER, read, within
+from jaxinfer_service.handlers import wrapped
+
+_SERVICES = (servicer.SERVICE_NAME, control.SERVICE_NAME)
+
+
+class GrpcIds(grpc.aio.ServerInterceptor):
+    """In front of our services' handlers: the id goes back with the first metadata."""
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler: Any = await continuation(details)
+        if handler is None or details.method.split("/")[1] not in _SERVICES:
+            return handler
+        given = dict(details.invocation_metadata)
+        ids = read(given.get(ID_HEADER), given.get(TRACE_HEADER))
+
+        def around(method: Callable[[bytes, Any], Awaitable[Any]]) -> Callable[..., Any]:
+            async def call(data: bytes, context: grpc.aio.ServicerContext) -> Any:
+                with within(ids):
+                    await context.send_initial_metadata(((ID_HEADER, ids.request_id),))
+                    return await method(data, context)
+
+            return call
+
+        return wrapped(handler, around)
+
+
+class HttpIds:
+    """ASGI middleware: the id goes back as a header of the answer."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        ids = read(headers.get(ID_HEADER), headers.get(TRACE_HEADER))
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[ID_HEADER] = ids.request_id
+            await send(message)
+
+        with within(ids):
+            await self._app(scope, receive, answer)

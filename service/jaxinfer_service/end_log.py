@@ -1,0 +1,25 @@
+"""What is logged of calls that end, whichever door they came by."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from jaxinfer.stream import Stream
+from jaxinfer.text import Delta
+
+logger = logging.getLogger(__name__)
+
+
+def log_end(stream: Stream, ends: Sequence[Delta], generated: int) -> None:
+    """That a call's samples have ended, and how."""
+    logger.debug(
+        "finished",
+        extra={
+            "request": stream.id,
+            "reason": ",".join(end.finish.reason.value for end in ends if end.finish),
+            "prompt_tokens": len(stream.prompt),
+            "generated_tokens": generated,
+            "seconds": round(max(end.timing.total for end in ends if end.timing), 4),
+        },
+    )
