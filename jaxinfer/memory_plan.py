@@ -90,11 +90,11 @@ def device_memory(device: Device) -> tuple[int, int]:
 
 def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
     """Bound on a program's temporaries (twice the logits, twice the widest activation, slack) and
-    the logits that go from one program to the next."""
+    the logits that go from one program to the next, with what `forbid` leaves of them."""
     rows = config.max_num_seqs + config.max_num_batched_tokens
     widest = widest_activation(model)
     logits = 4 * model.vocab_size * (config.max_num_seqs + MAX_PIECES)
-    return 3 * logits + 2 * rows * widest * max(itemsize, 4) + WORKSPACE_SLACK
+    return 4 * logits + 2 * rows * widest * max(itemsize, 4) + WORKSPACE_SLACK
 
 
 def widest_activation(model: ModelConfig, ways: int = 1) -> int:
@@ -119,7 +119,7 @@ def state_bytes(model: ModelConfig, config: EngineConfig, max_model_len: int) ->
     state = jax.eval_shape(
         lambda: (
             empty_slots(slots, widths),
-            empty_options(slots),
+            empty_options(slots, model.vocab_size),
             empty_history(slots, model.vocab_size),
         )
     )

@@ -35,6 +35,9 @@ HOST_ONLY = (  # the host's decisions: no array library but NumPy
     "sequence",
     "sequence_pages",
     "step_plan",
+    "structured",
+    "token_rules",
+    "unread",
     "validation",
     "waiting_queue",
 )

@@ -41,7 +41,8 @@ class Ask:
         body = self.body
         scheduling = Scheduling(body.priority, tenant_of(body.tenant), body.cache_salt or "")
         frontend = self.model.frontend
-        return await frontend.submit(self.prompt, self.params, body.timeout, scheduling)
+        with body.named():
+            return await frontend.submit(self.prompt, self.params, body.timeout, scheduling)
 
 
 class Started:

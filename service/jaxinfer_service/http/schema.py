@@ -15,6 +15,7 @@ from jaxinfer.request import MAX_LOGIT_BIAS, RequestError, Violation
 from jaxinfer.validation import EngineLimits
 from jaxinfer_service.http import chat_schema
 from jaxinfer_service.http.chat_schema import Message, Templated
+from jaxinfer_service.http.rules import ResponseFormat, Ruled
 from jaxinfer_service.http.strict import Body, Listed, OneOrMore, Several
 
 COMPLETION_TOKENS = 16  # of a completion where nobody says how many, as the API has it
@@ -33,13 +34,7 @@ class StreamOptions(Body):
     continuous_usage_stats: Literal[False] = False
 
 
-class TextFormat(Body):
-    """The only form of answers so far."""
-
-    type: Literal["text"]
-
-
-class Sampling(Body):
+class Sampling(Ruled):
     """What completions and chats have in common. What is left out is the model's own default."""
 
     model: str = ""
@@ -111,7 +106,7 @@ class Sampling(Body):
             "ignore_eos": self.ignore_eos,
             "skip_special_tokens": self.skip_special_tokens,
         }
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in given.items() if value is not None} | self.rules()
 
 
 class Completion(Sampling):
@@ -154,7 +149,6 @@ class ChatCompletion(Sampling, Templated):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: TextFormat | None = None
     parallel_tool_calls: bool | None = Field(
         None, description="false: calls behind the first are left out."
     )
@@ -213,6 +207,7 @@ FIELDS = frozenset(
         Tokenize,
         Detokenize,
         StreamOptions,
+        ResponseFormat,
         *chat_schema.BODIES,
     )
     for name in kind.model_fields
