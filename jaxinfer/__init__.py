@@ -12,8 +12,16 @@ from jaxinfer.platform import prepare
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM, Completion
     from jaxinfer.request import FinishReason, SamplingParams, Scheduling
+    from jaxinfer.structured import StructuredOutput
 
-__all__ = ["LLM", "Completion", "FinishReason", "SamplingParams", "Scheduling"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "FinishReason",
+    "SamplingParams",
+    "Scheduling",
+    "StructuredOutput",
+]
 
 _HOME = {
     "LLM": "jaxinfer.llm",
@@ -21,6 +29,7 @@ _HOME = {
     "FinishReason": "jaxinfer.request",
     "SamplingParams": "jaxinfer.request",
     "Scheduling": "jaxinfer.request",
+    "StructuredOutput": "jaxinfer.structured",
 }
 
 prepare()  # before anything can import JAX

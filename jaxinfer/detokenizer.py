@@ -39,7 +39,7 @@ class DetokenizerFactory:
     def __init__(self, tokenizer: tokenizers.Tokenizer):
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(token for token, entry in added.items() if entry.special)
+        self.special = frozenset(token for token, entry in added.items() if entry.special)
         decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
         self._byte_level = decoder.get("type") == "ByteLevel"
         self._bytes: dict[int, bytes] = {}
@@ -51,7 +51,7 @@ class DetokenizerFactory:
         kept: frozenset[int] = frozenset(),
     ) -> Detokenizer:
         """A detokenizer for the output that follows `prompt`. `kept`: are never skipped."""
-        skipped = self._special - kept if skip_special_tokens else frozenset()
+        skipped = self.special - kept if skip_special_tokens else frozenset()
         if self._byte_level:
             return _ByteLevelDetokenizer(self, skipped)
         return _WindowDetokenizer(self._tokenizer, self._context(prompt), skipped)
@@ -69,7 +69,7 @@ class DetokenizerFactory:
         """The prompt's last ordinary token: with it before them, first tokens keep their space."""
         for token in reversed(prompt):
             text = self._tokenizer.id_to_token(token)
-            if text and token not in self._special and not _BYTE_TOKEN.fullmatch(text):
+            if text and token not in self.special and not _BYTE_TOKEN.fullmatch(text):
                 return [token]
         return []
 
@@ -171,14 +171,17 @@ class StopMatcher:
         self._include = include
         self._held = ""
 
-    def push(self, piece: str) -> tuple[str, str | None]:
-        """(text that is certain now, the stop string that ended it or None)."""
+    def push(self, piece: str, ends: bool = True) -> tuple[str, str | None]:
+        """(text that is certain now, the stop string that ended it or None).
+
+        Without `ends`, stop strings that are complete within this piece end nothing.
+        """
         if not self._stops:
             return piece, None
         text = self._held + piece
         for end in range(len(self._held), len(text)):
             matched = self._advance(text[end])
-            if matched is not None:
+            if matched is not None and ends:
                 self._held = ""
                 return text[: end + 1 - (0 if self._include else len(matched))], matched
         certain = len(text) - max(self._states)
@@ -199,8 +202,9 @@ class StopMatcher:
                 state = fallback[state - 1]
             state += stop[state] == char
             self._states[index] = state
-            if state == len(stop) and completed is None:
-                completed = stop
+            if state == len(stop):
+                completed = completed or stop
+                self._states[index] = fallback[-1]  # where the text goes on after it
         return completed
 
 

@@ -13,6 +13,9 @@ The story of a request:
 4. While the device computes this step, the previous one's result is read: tokens are appended to
    their sequences, ended ones give up their slots (those at their limit did so before, when the
    step of their last token was planned), and one list of events goes to the front.
+   Rows that may not take every token have their masks between the two programs: where these follow
+   the output, the previous result is read, and masks are computed by another process
+   (`token_masks.py`), while the device is busy with `forward`.
 5. The front turns token ids into text, holds back stop strings and streams (`frontend.py`). If a
    stop string is found, or the client leaves, it sends `Abort`.
 
@@ -24,6 +27,7 @@ Single-threaded: no clock (`now` is an input), no locks, no I/O.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +37,7 @@ import numpy as np
 from jaxinfer import sampler_outcomes as outcomes
 from jaxinfer.compile_watch import CompileWatch
 from jaxinfer.expert_load import ExpertLoad
+from jaxinfer.grammar_process import GrammarError
 from jaxinfer.load import KEPT_LATENCIES, Load, Percentiles, SlotRow, StepRecord
 from jaxinfer.memory_plan import MemoryPlan
 from jaxinfer.prompt_logprobs import PromptLogprobs
@@ -49,8 +54,13 @@ from jaxinfer.request import (
 from jaxinfer.runner import StepResult, StepRunner
 from jaxinfer.scheduler import Scheduler
 from jaxinfer.sequence import NO_SLOT, Sequence
-from jaxinfer.step_plan import StepPlan
+from jaxinfer.step_plan import RowRules, StepPlan
+from jaxinfer.token_masks import TokenMasks, wait_for
+from jaxinfer.token_rules import NothingAllowedError, SequenceRules
+from jaxinfer.unread import Unread
 from jaxinfer.validation import EngineLimits
+
+RULES_WAIT_S = 0.01  # how long an idle step waits for what may be a sequence's first token
 
 _FINISHED = (
     FinishReason.EOS,
@@ -79,7 +89,11 @@ class Engine:
         compiles: CompileWatch | None = None,
         clock: Callable[[], float] | None = None,
         experts: ExpertLoad | None = None,
+        masks: TokenMasks | None = None,
     ):
+        self.masks = masks  # None where no request has rules
+        self._unread = Unread()
+        self._num_ruled = 0  # sequences with rules
         self._clock = clock
         self.experts = experts  # tokens that went to each; None for a model without
         self.memory, self.compiles = memory, compiles  # None where nothing real runs
@@ -97,11 +111,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do, or is doing it. May be asked from any thread."""
-        return bool(self._in_flight or self._pending or self.scheduler.by_id)
+        return bool(self._in_flight or self._pending or self.scheduler.by_id or self._unread)
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request of this id waits or runs. May be asked from any thread."""
-        return request_id in self.scheduler.by_id
+        return request_id in self.scheduler.by_id or request_id in self._unread
 
     def execute(self, command: Command, now: float) -> None:
         """Take one command. Raises ValueError for a request id already in use."""
@@ -112,6 +126,30 @@ class Engine:
         self._load = self._look()
 
     def _submit(self, request: Request, now: float) -> None:
+        if self.has_request(request.id):
+            raise ValueError(f"request id {request.id!r} is already in use")
+        self.counters.received += 1
+        if request.rules is None:
+            self._queue(request, None, now)
+            return
+        assert self.masks is not None, "this engine was built without token masks"
+        self._unread.add(request, self.masks.rules(request.rules))
+        self._queue_read(now)
+
+    def _queue_read(self, now: float) -> None:
+        """Queue those whose first token's mask is known; end those whose time is over."""
+        for request, rules in self._unread.take_read():
+            self._queue(request, rules, now)
+        for request_id in self._unread.expired(now):
+            self._end_unread(request_id, FinishReason.DEADLINE, now)
+
+    def _end_unread(self, request_id: str, reason: FinishReason, now: float) -> None:
+        self._unread.remove(request_id)
+        self.counters.aborted += 1
+        self._count_end(reason)
+        self._pending.append(SequenceEvent(request_id, finish=reason, time=now))
+
+    def _queue(self, request: Request, rules: SequenceRules | None, now: float) -> None:
         try:
             self.scheduler.add(request)
         except LateError as error:
@@ -121,12 +159,16 @@ class Engine:
             self._pending.append(late)
         else:
             self.counters.prompt_tokens += len(request.prompt)
-        self.counters.received += 1
+            if rules is not None:
+                self.scheduler.by_id[request.id].rules = rules
+                self._num_ruled += 1
 
     def end_all(self, now: float) -> None:
         """End every request, of which nobody is told: no more steps are taken."""
         for sequence in list(self.scheduler.by_id.values()):
             self._end(sequence, FinishReason.CANCELLED, now)
+        for request_id in self._unread.ids():
+            self._end_unread(request_id, FinishReason.CANCELLED, now)
         self.scheduler.stop()
         self._in_flight.clear()
         self._pending.clear()
@@ -136,29 +178,72 @@ class Engine:
         """Dispatch the next step, read the previous one, return what it brought."""
         for sequence in self.scheduler.deadlines.expired(now):
             self._end(sequence, FinishReason.DEADLINE, now)
+        if self._unread:
+            self._queue_read(now)
         plan = self.scheduler.plan(now)
         self._count_decisions()
-        if plan is not None:
-            self._in_flight.append((plan, self.runner.dispatch(plan)))
-            self._announce(plan, now)
-        keep = 1 if self.overlap and plan is not None else 0
         events, self._pending = self._pending, []
-        while len(self._in_flight) > keep:
-            plan_read, handle = self._in_flight[0]
-            result = self.runner.collect(handle)
-            events += self._read(plan_read, result, self._clock() if self._clock else now)
-            self.scheduler.retire(plan_read)
-            self._in_flight.popleft()  # last: until its pages are back there is work
-        events += self._pending  # what reading brought to an end
+        read: list[SequenceEvent] = []
+        if plan is not None:
+            if self._num_ruled and any(s.rules is not None for _, s in plan.sampled()):
+                plan.rules = RowRules(functools.partial(self._settle, plan, read, now))
+            handle = self.runner.dispatch(plan)
+            self._in_flight.append((plan, handle))
+            events += self._announced(plan, now)
+        elif not self._in_flight:
+            self._unread.wait(RULES_WAIT_S)
+        self._read_steps(1 if self.overlap and plan is not None else 0, read, now)
+        events += read + self._pending  # what reading brought, and brought to an end
         self._pending = []
         self._load = self._look()
         return events
 
-    def _announce(self, plan: StepPlan, now: float) -> None:
+    def _read_steps(self, keep: int, events: list[SequenceEvent], now: float) -> None:
+        """Read all steps in flight but the last `keep`."""
+        while len(self._in_flight) > keep:
+            plan, handle = self._in_flight[0]
+            result = self.runner.collect(handle)
+            events += self._read(plan, result, self._clock() if self._clock else now)
+            self.scheduler.retire(plan)
+            self._in_flight.popleft()  # last: until its pages are back there is work
+
+    def _announced(self, plan: StepPlan, now: float) -> list[SequenceEvent]:
         """Tell the front which requests wait no longer; their first token may be long in coming."""
-        for sequence in plan.admitted:
-            if not sequence.reported:
-                self._pending.append(self._event(sequence, (), (), None, now))
+        return [
+            self._event(sequence, (), (), None, now)
+            for sequence in plan.admitted
+            if not sequence.reported
+        ]
+
+    def _settle(
+        self,
+        plan: StepPlan,
+        read: list[SequenceEvent],
+        now: float,
+        device_is_done: Callable[[], bool],
+    ) -> None:
+        """While the device computes a step's logits, find what its rows may take.
+
+        For rows whose rules follow their output the step before is read first.
+        """
+        assert plan.rules is not None
+        rows = plan.sampled()
+        ruled = [(row, s, s.rules) for row, s in rows if s.rules is not None]
+        if any(rules.rules.follow_output for _, _, rules in ruled):
+            self._read_steps(0, read, now)
+            ruled = [each for each in ruled if not each[1].finished]
+            others = len(ruled) < len(rows)
+            wait_for([rules for _, _, rules in ruled], others, device_is_done)
+        for row, sequence, rules in ruled:
+            if row < len(plan.decodes) and not sequence.rules_are_known:
+                plan.rules.held.add(row)
+                sequence.sit_out()
+                continue
+            try:
+                output = sequence.output if rules.rules.follow_output else ()
+                plan.rules.masks[row] = rules.mask(output, sequence.num_outputs - 1)
+            except (NothingAllowedError, GrammarError) as error:
+                self._end(sequence, FinishReason.RULES, now, str(error))
 
     def _read(self, plan: StepPlan, result: StepResult, now: float) -> list[SequenceEvent]:
         """Append the tokens of a step to their sequences. One turn a row: keep it lean."""
@@ -181,6 +266,8 @@ class Engine:
                 continue
             token = tokens[row]
             sequence.tokens.append(token)
+            if sequence.rules is not None and outcome == outcomes.RUNNING:
+                sequence.rules.follow(sequence.output)
             if sequence.replay:
                 self._check_replay(sequence, token, now)
                 continue
@@ -247,6 +334,9 @@ class Engine:
         )
 
     def _abort(self, command: Abort, now: float) -> None:
+        if command.request_id in self._unread:
+            self._end_unread(command.request_id, command.reason, now)
+            return
         sequence = self.scheduler.by_id.get(command.request_id)
         if sequence is None:
             return  # it ended by itself meanwhile
@@ -259,6 +349,9 @@ class Engine:
         self._retire(sequence, reason, now)
 
     def _retire(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        if sequence.rules is not None:
+            self._num_ruled -= 1
+            sequence.rules.forget()
         self.scheduler.finish(sequence, failed=reason is FinishReason.ERROR)
         if reason in _FINISHED:
             self.counters.finished += 1
@@ -295,8 +388,8 @@ class Engine:
         return Load(
             slots=self.limits.max_num_seqs,
             running=len(scheduler.running) + len(scheduler.leaving),
-            waiting=len(scheduler.waiting),
-            waiting_tokens=scheduler.waiting.tokens,
+            waiting=len(scheduler.waiting) + len(self._unread),
+            waiting_tokens=scheduler.waiting.tokens + self._unread.tokens,
             pages=scheduler.pages.count(),
             page_size=scheduler.limits.page_size,
             counters=dataclasses.replace(counters, by_reason=dict(counters.by_reason)),

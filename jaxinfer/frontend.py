@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 
 from jaxinfer.conversation import Conversation
 from jaxinfer.engine_link import EngineLink, EngineView, Observer, OnEvents, OnStop
+from jaxinfer.grammar_process import GrammarError
 from jaxinfer.load import Load
 from jaxinfer.replies.reader import Replies
 from jaxinfer.request import (
@@ -41,6 +42,8 @@ from jaxinfer.request import (
     Submit,
 )
 from jaxinfer.stream import Sample, Stream
+from jaxinfer.structure_check import refusal
+from jaxinfer.structured import StructuredOutput
 from jaxinfer.text import AnyPrompt, Delta, Finish, Params, TextProcessor, Timing, is_chat
 
 logger = logging.getLogger(__name__)
@@ -103,7 +106,10 @@ class Frontend:
             self._require_open()
             request_id = f"r{next(self._ids)}"
             requests = self.text.requests(prompt_ids, params, request_id, now, timeout, scheduling)
-        except (RequestError, EngineStoppedError):
+            if (structure := requests[0].params.structured) is not None:
+                await self._check(structure)
+                self._require_open()
+        except (RequestError, EngineStoppedError, QueueFullError):
             self._refused += 1
             raise
         if isinstance(prompt, Conversation):
@@ -121,6 +127,17 @@ class Frontend:
         except (RequestError, EngineStoppedError):
             self._refused += 1
             raise
+
+    async def _check(self, structure: StructuredOutput) -> None:
+        """Wait until a structure was read. Raises RequestError and QueueFullError."""
+        reading = self.text.structures.check(structure)
+        if reading is None:
+            return
+        try:
+            await asyncio.wrap_future(reading)
+        except GrammarError as error:
+            raise refusal(structure, error) from error
+        self.text.structures.note(structure)
 
     async def encode(self, prompt: AnyPrompt, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt. Raises RequestError.

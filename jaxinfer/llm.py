@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.generation import GenerationDefaults, SamplingDefaults, TextOptions
+from jaxinfer.grammar_process import GrammarError
 from jaxinfer.llm_arguments import check_options, one_each, several_prompts
 from jaxinfer.presets import preset_values
 from jaxinfer.prompt_logprobs import PromptLogprobs
@@ -38,6 +39,8 @@ from jaxinfer.request import (
     TokenLogprobs,
     Violation,
 )
+from jaxinfer.structure_check import refusal
+from jaxinfer.structured import StructuredOutput
 from jaxinfer.text import Chat, Delta, OutputBuilder, Params, Prompt, TextProcessor, Timing
 from jaxinfer.validation import EngineLimits
 
@@ -285,6 +288,7 @@ class LLM:
             try:
                 ids, request_id = self._text.encode(prompt, special), f"r{next(self._ids)}"
                 asks.append(self._text.requests(ids, chosen, request_id, 0.0, scheduling=whose))
+                self._check_structure(asks[-1][0].params.structured)
             except RequestError as error:
                 if len(prompts) == 1:
                     raise
@@ -294,6 +298,17 @@ class LLM:
                 ]
                 raise RequestError(named) from error
         return asks
+
+    def _check_structure(self, structure: StructuredOutput | None) -> None:
+        """Wait until it was read. Raises RequestError."""
+        reading = None if structure is None else self._text.structures.check(structure)
+        if structure is None or reading is None:
+            return
+        try:
+            reading.result()
+        except GrammarError as error:
+            raise refusal(structure, error) from error
+        self._text.structures.note(structure)
 
     def _run(self, requests: list[Request]) -> list[_Job]:
         """Run requests to their ends, a bounded number of them in the engine at a time."""

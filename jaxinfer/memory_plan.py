@@ -90,12 +90,13 @@ def device_memory(device: Device) -> tuple[int, int]:
 
 def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
     """Bound on a program's temporaries (twice the logits, twice the widest activation, slack) and
-    on what goes from one program to the next: logits, and a chunk's last activations, twice."""
+    on what goes from one program to the next: logits, with what `forbid` leaves of them, and a
+    chunk's last activations, twice."""
     rows = config.max_num_seqs + config.max_num_batched_tokens
     widest = widest_activation(model)
     logits = 4 * model.vocab_size * max(config.max_num_seqs + MAX_PIECES, SCORED_ROWS)
     hidden = 2 * config.max_num_batched_tokens * model.hidden_size * itemsize
-    return 3 * logits + 2 * rows * widest * max(itemsize, 4) + hidden + WORKSPACE_SLACK
+    return 4 * logits + 2 * rows * widest * max(itemsize, 4) + hidden + WORKSPACE_SLACK
 
 
 def widest_activation(model: ModelConfig, ways: int = 1) -> int:
@@ -120,7 +121,7 @@ def state_bytes(model: ModelConfig, config: EngineConfig, max_model_len: int) ->
     state = jax.eval_shape(
         lambda: (
             empty_slots(slots, widths),
-            empty_options(slots),
+            empty_options(slots, model.vocab_size),
             empty_history(slots, model.vocab_size),
         )
     )

@@ -18,10 +18,18 @@ from jaxinfer.kv_pool import Pools
 from jaxinfer.logprobs import score
 from jaxinfer.page_transfer import BATCH, batch_struct, pools_of, read_pages, write_pages
 from jaxinfer.program_store import ProgramStore
-from jaxinfer.sampler import VARIANTS, SampleRows, Variant, sample
+from jaxinfer.sampler import VARIANTS, SampleRows, Variant, forbid, sample
 from jaxinfer.sharding import replicated
-from jaxinfer.slot_state import HISTORY_CHUNK, History, Options, Slots, admission_size
-from jaxinfer.step import admit, forward, load_history
+from jaxinfer.slot_state import (
+    HISTORY_CHUNK,
+    MASK_BATCH,
+    History,
+    Options,
+    Slots,
+    admission_size,
+    mask_words,
+)
+from jaxinfer.step import admit, forward, load_history, put_masks
 from jaxinfer.step_model import StepModel
 from jaxinfer.step_plan import MAX_PIECES, SCORED_ROWS, StepShape
 
@@ -99,8 +107,8 @@ def smallest_shape(shapes: tuple[StepShape, ...], rows: int, chunk: int) -> Step
 Key = (
     StepShape
     | tuple[int, Variant]
-    | tuple[Literal["read_pages", "write_pages", "score"], int]
-    | Literal["admit", "load_history"]
+    | tuple[Literal["read_pages", "write_pages", "forbid", "score"], int]
+    | Literal["admit", "load_history", "put_masks"]
 )
 
 
@@ -118,12 +126,14 @@ class Programs:
     """Compiled executables by what they are for, and the memory the largest of them needs."""
 
     forward: dict[StepShape, Any] = field(default_factory=dict)
+    forbid: dict[int, Any] = field(default_factory=dict)  # by rows
     sample: dict[tuple[int, Variant], Any] = field(default_factory=dict)
     score: dict[int, Any] = field(default_factory=dict)  # by the chunk's size
     read_pages: dict[int, Any] = field(default_factory=dict)  # by KV group, with offloading only
     write_pages: dict[int, Any] = field(default_factory=dict)
     admit: Any = None
     load_history: Any = None
+    put_masks: Any = None
     temp_bytes: int = 0
     names: set[str] = field(default_factory=set)
 
@@ -139,9 +149,11 @@ class Programs:
                 self.read_pages[group] = executable
             case ("write_pages", group):
                 self.write_pages[group] = executable
+            case ("forbid", rows):
+                self.forbid[rows] = executable
             case (int() as rows, variant):
                 self.sample[rows, variant] = executable
-            case "admit" | "load_history":
+            case "admit" | "load_history" | "put_masks":
                 setattr(self, key, executable)
         analysis = executable.memory_analysis()
         if analysis is not None:
@@ -153,10 +165,11 @@ class Programs:
         self.forward = {shape: self.forward[shape] for shape in shapes}
 
     def handed_bytes(self, model: ModelConfig, itemsize: int) -> int:
-        """The largest that goes from one program to the next: logits, and the last layer's output
-        for a chunk, with that of the step before, which may still be there.
+        """The largest that goes from one program to the next: logits, the model's own and what is
+        left of them by `forbid`, and the last layer's output for a chunk, with that of the step
+        before, which may still be there.
         """
-        logits = max(rows for rows, _ in self.sample) * model.vocab_size * 4
+        logits = 2 * max(rows for rows, _ in self.sample) * model.vocab_size * 4
         return logits + 2 * max(self.score) * model.hidden_size * itemsize
 
 
@@ -179,12 +192,18 @@ def program_set(
         packed = ints(shape.packed_size)
         return forward.lower(params, pools, slots, packed, model=model, shape=shape)
 
-    def choice(rows: int, variant: Variant) -> Any:
+    def sampled(rows: int) -> tuple[Any, ...]:
         logits = struct(jnp.float32, rows, model.config.vocab_size)
-        sampled = SampleRows(ints(rows), struct(jnp.bool_, rows))
-        seen = history if variant == "full" else None
+        return logits, SampleRows(ints(rows), struct(jnp.bool_, rows)), slots, options
+
+    def without(rows: int) -> Any:
+        return forbid.lower(*sampled(rows), ints(rows))
+
+    def choice(rows: int, variant: Variant) -> Any:
+        logits, *others = sampled(rows)
+        more = (history, logits) if variant == "full" else (None, None)
         how: dict[str, Any] = {"variant": variant, "implementation": model.sampling}
-        return sample.lower(logits, sampled, slots, options, seen, **how)
+        return sample.lower(logits, *others, *more, **how)
 
     def scoring(chunk: int) -> Any:
         config = model.config
@@ -195,6 +214,7 @@ def program_set(
     chunks = sorted({shape.chunk for shape in shapes if shape.chunk})
     widths = tuple(table.shape[1] for table in slots.page_tables)
     admission, upload = ints(MAX_PIECES, admission_size(widths)), ints(2 + HISTORY_CHUNK)
+    masks = struct(jnp.uint32, MASK_BATCH, 1 + mask_words(model.config.vocab_size))
     return [
         *(Lowerable(f"forward {s.rows}+{s.chunk}", s, partial(step, s)) for s in shapes),
         *(
@@ -203,6 +223,8 @@ def program_set(
             for variant in VARIANTS
         ),
         *(Lowerable(f"score {c}", ("score", c), partial(scoring, c)) for c in chunks),
+        *(Lowerable(f"forbid {r}", ("forbid", r), partial(without, r)) for r in rows),
+        Lowerable("put_masks", "put_masks", lambda: put_masks.lower(options, masks)),
         Lowerable("admit", "admit", lambda: admit.lower(slots, options, admission)),
         Lowerable("load_history", "load_history", lambda: load_history.lower(history, upload)),
         *(_transfers(model, pools, ints(BATCH)) if offload else []),

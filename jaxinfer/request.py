@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from jaxinfer.prompt_logprobs import PromptLogprobs
 
+from jaxinfer.structured import StructuredOutput
+from jaxinfer.token_rules import TokenRules
+
 MAX_STOP_IDS = 64  # stop ids a slot can hold on the device, the model's own EOS ids included
 MAX_LOGIT_BIAS = 512  # logit_bias entries a slot can hold on the device
 MAX_LOGPROBS = 20  # top-N logprobs a request may ask for, of its output or its prompt
 MAX_SEED = 2**63 - 1
 MAX_SAMPLES = 64  # samples of one prompt that a request may ask for
 MAX_PRIORITY = 1000  # priorities are from -MAX_PRIORITY to MAX_PRIORITY
+MAX_BAD_WORDS = 128  # texts that a request may forbid
+MAX_BAD_WORD = 256  # characters of one
+MAX_SOURCE = 128 << 10  # bytes of a schema, regular expression, grammar or list of choices
 MAX_NAME = 256  # characters of a tenant's name or a cache salt
 
 
@@ -49,6 +55,12 @@ class SamplingParams:
             `max_new_tokens` may be 0: the prompt is scored and nothing is generated.
         truncate_prompt_tokens: keep the last so many tokens of the prompt; -1: as many as fit with
             the output that is asked for.
+        min_tokens: among the first so many output tokens none ends the output: its end ids are
+            forbidden there, and a stop string that is complete within them ends nothing.
+        allowed_token_ids: forbids all other tokens; to end by an end id it must be among them.
+        bad_words: texts that the output's tokens never spell, with a space before them or without:
+            the last token of each way to encode one is forbidden after those before it.
+        structured: what form the output must have; it ends where that is complete.
     """
 
     temperature: float = 1.0
@@ -70,6 +82,10 @@ class SamplingParams:
     n: int = 1
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    min_tokens: int = 0
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    structured: StructuredOutput | None = None
 
     @property
     def draws(self) -> bool:
@@ -108,7 +124,8 @@ class Request:
 
     `stop_ids` are the ids that end this request (EOS ids unless ignored, plus its own).
     `arrival` and `deadline` are seconds on the engine's clock (`time.monotonic`). Samples of one
-    prompt have the same `group`, which is "" for a sample that is alone.
+    prompt have the same `group`, which is "" for a sample that is alone. `rules` say which tokens
+    may come; None is all of them.
     """
 
     id: str
@@ -121,6 +138,7 @@ class Request:
     deadline: float | None = None
     scheduling: Scheduling = Scheduling()
     group: str = ""
+    rules: TokenRules | None = None
 
 
 class FinishReason(enum.Enum):
@@ -134,6 +152,7 @@ class FinishReason(enum.Enum):
     DEADLINE = "deadline"
     LATE = "late"  # refused on arrival: its first token is not expected before its deadline
     ERROR = "error"
+    RULES = "rules"  # its rules about tokens leave none to follow
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,10 @@ from jaxinfer.page_transfer import PageTransfer
 from jaxinfer.programs import Programs, smallest_shape
 from jaxinfer.prompt_logprobs import entry
 from jaxinfer.request import SamplingParams, TokenLogprobs
-from jaxinfer.sampler import VARIANTS, Variant
-from jaxinfer.sequence import Sequence
-from jaxinfer.slot_state import pack_admissions, pack_history
+from jaxinfer.sampler import VARIANTS, SampleRows, Variant
+from jaxinfer.sampler_outcomes import FREE, HELD, RULED
+from jaxinfer.sequence import NO_SLOT, Sequence
+from jaxinfer.slot_state import MASK_BATCH, pack_admissions, pack_history, pack_masks
 from jaxinfer.step_plan import MAX_PIECES, StepPlan, StepShape, layout, pack, pack_scored
 
 
@@ -79,6 +80,7 @@ class Runner:
         self.params, self.pools, self.slots, self.options, self.history = state
         self._levels = np.zeros(num_slots + 1, np.int8)  # by slot, see `sampling_level`
         self._table_widths = tuple(table.shape[1] for table in self.slots.page_tables)
+        self._masks: dict[int, np.ndarray] = {}  # by slot: what the device has
 
     def dispatch(self, plan: StepPlan, shape: StepShape | None = None) -> Dispatched:
         """Send one step to the device, in the cheapest shape that holds it if none is named."""
@@ -94,10 +96,14 @@ class Runner:
         self.pools, self.slots, rows, logits, load, hidden = self.programs.forward[shape](
             self.params, self.pools, self.slots, packed
         )
+        own = logits
+        if plan.rules is not None:
+            plan.rules.settle(logits.is_ready)
+            logits, rows = self._forbid(plan, shape, logits, rows)
         variant = self._variant(plan, packed[layout(shape)["rows"][0]])
-        history = self.history if variant == "full" else None
+        more = (self.history, own) if variant == "full" else (None, None)
         self.slots, history, out = self.programs.sample[shape.sample_rows, variant](
-            logits, rows, self.slots, self.options, history
+            logits, rows, self.slots, self.options, *more
         )
         if history is not None:
             self.history = history
@@ -116,6 +122,34 @@ class Runner:
             block.copy_to_host_async()
             blocks.append(block)
         return blocks
+
+    def _forbid(
+        self, plan: StepPlan, shape: StepShape, logits: Any, rows: SampleRows
+    ) -> tuple[Any, SampleRows]:
+        """What is left of logits and rows by the plan's rules, once they are settled."""
+        assert plan.rules is not None
+        kinds, changed = np.full(shape.sample_rows, FREE, np.int32), list[tuple[int, np.ndarray]]()
+        padding = shape.rows - len(plan.decodes)
+
+        def place(row: int) -> int:
+            return row if row < len(plan.decodes) else row + padding
+
+        for row, sequence in plan.sampled():
+            mask = plan.rules.masks.get(row)
+            if mask is None or sequence.slot == NO_SLOT:
+                continue  # it may take anything, or ended meanwhile
+            kinds[place(row)] = RULED
+            if self._masks.get(sequence.slot) is not mask:
+                self._masks[sequence.slot] = mask
+                changed.append((sequence.slot, mask))
+        kinds[[place(row) for row in plan.rules.held]] = HELD
+        for batch in itertools.batched(changed, MASK_BATCH):
+            packed = pack_masks(list(batch), self.null_slot, self.options.allowed.shape[1])
+            self.options = self.programs.put_masks(self.options, packed)
+        logits, rows, self.slots = self.programs.forbid[shape.sample_rows](
+            logits, rows, self.slots, self.options, kinds
+        )
+        return logits, rows
 
     def collect(self, handle: Dispatched) -> StepResult:
         """Wait for a step and read its result."""

@@ -8,8 +8,11 @@ set keep the cost of rare options off everyone else; a step runs the least that 
     filter   + min-p, top-k, top-p
     full     + logit bias, penalties, logprobs
 
-All of them compute the same thing for a row that needs less. Order of options: bias, penalties,
-temperature, min-p, top-k, top-p; logprobs are of the model's own logits.
+All of them compute the same thing for a row that needs less. Order of options: forbidden tokens,
+bias, penalties, temperature, min-p, top-k, top-p; logprobs are of the model's own logits.
+
+Where some row may not take every token, `forbid` runs between `forward` and `sample`, so other
+steps pay nothing for it.
 """
 
 from __future__ import annotations
@@ -23,7 +26,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxinfer.logprobs import logprob_columns
-from jaxinfer.sampler_outcomes import AT_LIMIT, IDLE, NOT_FINITE, RUNNING, STOPPED
+from jaxinfer.sampler_outcomes import (
+    AT_LIMIT,
+    FREE,
+    HELD,
+    IDLE,
+    NOT_FINITE,
+    RUNNING,
+    STOPPED,
+)
 from jaxinfer.slot_state import MAX_COUNT, History, Options, Slots
 from pallas_kernels.sampling_threshold import Implementation, sampling_threshold
 
@@ -40,6 +51,29 @@ class SampleRows(NamedTuple):
     live: Bool[Array, " R"]
 
 
+@functools.partial(jax.jit, donate_argnames=("slots",))
+def forbid(
+    logits: Float[Array, "R V"],
+    rows: SampleRows,
+    slots: Slots,
+    options: Options,
+    rules: Int[Array, " R"],
+) -> tuple[Float[Array, "R V"], SampleRows, Slots]:
+    """Logits without what rows may not take, by `rules` (FREE, RULED or HELD a row).
+
+    A forbidden token has -inf, but NaN and +inf stay: they are the model's failure. HELD rows yield
+    nothing, and stay where they were before this step's `forward`.
+    """
+    words = options.allowed[rows.slots]
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]) & 1
+    allowed = bits.reshape(words.shape[0], -1)[:, : logits.shape[1]] > 0
+    stays = allowed | (rules == FREE)[:, None] | ~(logits < jnp.inf)
+    held = rows.live & (rules == HELD)
+    position = slots.position.at[rows.slots].add(-held.astype(jnp.int32), mode="promise_in_bounds")
+    kept = SampleRows(rows.slots, rows.live & (rules != HELD))
+    return jnp.where(stays, logits, -jnp.inf), kept, slots._replace(position=position)
+
+
 @functools.partial(
     jax.jit,
     static_argnames=("variant", "implementation"),
@@ -51,6 +85,7 @@ def sample(
     slots: Slots,
     options: Options,
     history: History | None,
+    own: Float[Array, "R V"] | None,
     *,
     variant: Variant,
     implementation: Implementation,
@@ -60,7 +95,8 @@ def sample(
     `implementation` is what finds the thresholds of the filters.
 
     The int32 result has a token and an outcome a row and, for `full`, the token's
-    `logprob_columns`. `history` is None but for `full`.
+    `logprob_columns`. `history` is None but for `full`, and so is `own`: the model's logits as they
+    were before `forbid`.
     """
     edited = logits
     if variant == "full":
@@ -79,7 +115,8 @@ def sample(
     outcome = _outcome(logits, tokens, positions, rows, options)
     columns = [tokens[:, None], outcome[:, None]]
     if variant == "full":
-        columns += logprob_columns(logits, tokens)
+        assert own is not None
+        columns += logprob_columns(own, tokens)
         history = _count(history, rows, tokens)
     return _advance(slots, rows, tokens, outcome), history, jnp.concatenate(columns, axis=1)
 

@@ -273,7 +273,7 @@ class Scheduler:
         if self.policy.separate_phases and not sequence.host_pages:
             sequence.start_again()
         needed, found = self._pages_for(sequence), self._found_for(sequence)
-        if not self._admission.allows(sequence, needed, found):
+        if not sequence.rules_are_known or not self._admission.allows(sequence, needed, found):
             return False
         self.waiting.remove(sequence)
         self.pages.give(sequence, needed, found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jaxinfer.request import Request
+from jaxinfer.token_rules import SequenceRules
 
 NO_SLOT = -1
 NOT_WAITING = 0
@@ -37,6 +38,7 @@ class Sequence:
             it has none), when it took it, and whether it ran before.
         waited: seconds it waited at its level before it ran; `entered` is so much earlier after.
         admission: number of its last admission; tokens_then: the tokens it had at that.
+        rules: what it may take next, where that is not every token.
     """
 
     request: Request
@@ -67,6 +69,7 @@ class Sequence:
     first_token: float | None = None
     reported: bool = False
     finished: bool = False
+    rules: SequenceRules | None = None
     most_tokens: int = field(init=False)
     to_compute: int = field(init=False)
 
@@ -118,9 +121,25 @@ class Sequence:
             self.num_scored = max(first, min(end, self.prompt_len - 1))
         return range(first, self.num_scored)
 
+    @property
+    def output(self) -> list[int]:
+        """The output tokens read so far."""
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def rules_are_known(self) -> bool:
+        """Whether it is known what its next token may be."""
+        return self.rules is None or self.rules.are_known
+
+    def sit_out(self) -> None:
+        """The step that was dispatched does not give it a token: the next one computes the same."""
+        self.num_computed_tokens -= 1
+
     def start_again(self) -> None:
         """Back to the prompt: the same outputs will come, and are known already."""
         self.num_computed_tokens = 0
         if len(self.tokens) > self.prompt_len:
             self.replay = [*self.replay, *reversed(self.tokens[self.prompt_len :])]
             del self.tokens[self.prompt_len :]
+            if self.rules is not None:
+                self.rules.follow([])

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxinfer.request import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from jaxinfer.sequence import Sequence
 
 HISTORY_CHUNK = 512  # tokens of penalty history one upload carries
+MASK_BATCH = 8  # slots whose mask one upload carries
 NO_TOKEN = -1
 MAX_COUNT = 2**15 - 1  # occurrences of a token that a penalty can count
 
@@ -37,6 +38,7 @@ class Options(NamedTuple):
     stop_ids: Int[Array, "N stops"]
     bias_ids: Int[Array, "N biases"]
     bias_values: Float[Array, "N biases"]
+    allowed: UInt32[Array, "N words"]  # a bit a token: what a slot with rules may take next
 
     def number(self, name: str, rows: Int[Array, " R"]) -> Array:
         """One column at `rows`, floats as float32."""
@@ -79,13 +81,19 @@ def empty_slots(num_slots: int, table_widths: tuple[int, ...]) -> Slots:
     )
 
 
-def empty_options(num_slots: int) -> Options:
+def mask_words(vocab_size: int) -> int:
+    """Words of 32 bits that hold a bit a token."""
+    return -(-vocab_size // 32)
+
+
+def empty_options(num_slots: int, vocab_size: int) -> Options:
     rows = num_slots + 1
     return Options(
         numbers=jnp.zeros((rows, len(COLUMNS)), jnp.int32),
         stop_ids=jnp.full((rows, MAX_STOP_IDS), NO_TOKEN, jnp.int32),
         bias_ids=jnp.zeros((rows, MAX_LOGIT_BIAS), jnp.int32),
         bias_values=jnp.zeros((rows, MAX_LOGIT_BIAS), jnp.float32),
+        allowed=jnp.zeros((rows, mask_words(vocab_size)), jnp.uint32),
     )
 
 
@@ -165,8 +173,30 @@ def admit(slots: Slots, options: Options, packed: Int[Array, "A size"]) -> tuple
         done=put(slots.done, start[:, 3] == 0),
         page_tables=tuple(put(old, new) for old, new in zip(slots.page_tables, tables)),
     )
-    new_options = (numbers, stops, bias_ids, values)
-    return slots, Options(*(put(old, new) for old, new in zip(options, new_options)))
+    options = Options(
+        numbers=put(options.numbers, numbers),
+        stop_ids=put(options.stop_ids, stops),
+        bias_ids=put(options.bias_ids, bias_ids),
+        bias_values=put(options.bias_values, values),
+        allowed=options.allowed,
+    )
+    return slots, options
+
+
+def pack_masks(masks: list[tuple[int, np.ndarray]], null_slot: int, words: int) -> np.ndarray:
+    """Slots and what each may take next, as uint32[MASK_BATCH, 1 + words]."""
+    packed = np.zeros((MASK_BATCH, 1 + words), np.uint32)
+    packed[:, 0] = null_slot
+    for line, (slot, mask) in zip(packed, masks):
+        line[0], line[1:] = slot, mask
+    return packed
+
+
+def put_masks(options: Options, packed: UInt32[Array, "B size"]) -> Options:
+    """Write what some slots may take next."""
+    rows = packed[:, 0].astype(jnp.int32)
+    allowed = options.allowed.at[rows].set(packed[:, 1:], mode="promise_in_bounds")
+    return options._replace(allowed=allowed)
 
 
 def pack_history(sequence: Sequence) -> list[np.ndarray]:

@@ -54,6 +54,8 @@ from jaxinfer.slot_state import (
 )
 from jaxinfer.step_model import StepModel
 from jaxinfer.step_plan import StepShape
+from jaxinfer.structure_check import vocabulary_of
+from jaxinfer.token_masks import TokenMasks
 from jaxinfer.validation import EngineLimits
 from pallas_kernels import sampling_threshold
 from pallas_kernels.dispatch import Device, Implementation
@@ -97,7 +99,8 @@ def build_engine(
     served = dataclasses.replace(model.config, rope=rope)
     num_groups = len(kv_groups(served, 1, config.page_size, config.dtype))
     widths = (pages_for(max_model_len, config.page_size),) * num_groups
-    slots, options = empty_slots(config.max_num_seqs, widths), empty_options(config.max_num_seqs)
+    slots = empty_slots(config.max_num_seqs, widths)
+    options = empty_options(config.max_num_seqs, served.vocab_size)
     history = empty_history(config.max_num_seqs, served.vocab_size)
     params, device = model.params, jax.devices()[0]
     if mesh is not None:
@@ -123,6 +126,10 @@ def build_engine(
         compiles=compiles,
         clock=time.monotonic,
         experts=ExpertLoad.none_yet(served),
+        masks=TokenMasks(
+            served.vocab_size,
+            functools.partial(vocabulary_of, model.tokenizer, served.vocab_size),
+        ),
     )
     compiles.ready()
     return engine

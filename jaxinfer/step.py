@@ -25,11 +25,13 @@ from jaxinfer.sharding import constrain
 from jaxinfer.slot_state import Slots
 from jaxinfer.slot_state import admit as _admit
 from jaxinfer.slot_state import load_history as _load_history
+from jaxinfer.slot_state import put_masks as _put_masks
 from jaxinfer.step_model import Placement, StepModel
 from jaxinfer.step_plan import StepShape, layout
 
 admit = jax.jit(_admit, donate_argnames=("slots", "options"))
 load_history = jax.jit(_load_history, donate_argnames=("history",))
+put_masks = jax.jit(_put_masks, donate_argnames=("options",))
 
 
 @functools.partial(jax.jit, static_argnames=("model", "shape"), donate_argnames=("pools", "slots"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +36,20 @@ class Piece:
 
 
 @dataclass(slots=True)
+class RowRules:
+    """What rows may take, by their index in `StepPlan.sampled`.
+
+    `settle`, called once when the device computes the step's logits with what says whether it is
+    done with them, fills `masks` (uint32[words] a row) and `held`: rows whose mask is not known by
+    then, which sit the step out.
+    """
+
+    settle: Callable[[Callable[[], bool]], None]
+    masks: dict[int, np.ndarray] = field(default_factory=dict)
+    held: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
 class StepPlan:
     """One step's work. `deltas` are new page-table entries: (group, slot, index, page).
 
@@ -53,6 +68,7 @@ class StepPlan:
     page_outs: list[tuple[int, int, int]] = field(default_factory=list)
     page_ins: list[tuple[int, int, int]] = field(default_factory=list)
     deltas: list[tuple[int, int, int, int]] = field(default_factory=list)
+    rules: RowRules | None = None  # of rows that may not take every token
 
     @property
     def num_scored(self) -> int:
@@ -71,6 +87,8 @@ class StepPlan:
         rows = list(enumerate(self.decodes))
         first = len(self.decodes)
         rows += [(first + i, p.sequence) for i, p in enumerate(self.pieces) if p.last]
+        if self.rules is not None and self.rules.held:
+            rows = [row for row in rows if row[0] not in self.rules.held]
         return rows
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from jaxinfer.conversation import Chat, Conversation
@@ -26,6 +27,7 @@ from jaxinfer.request import (
     TokenLogprobs,
     Violation,
 )
+from jaxinfer.structure_check import StructureChecker, vocabulary_of
 from jaxinfer.truncation import truncated
 from jaxinfer.validation import EngineLimits, Violations, build_request, check_token_ids, samples
 
@@ -135,6 +137,7 @@ class TextProcessor:
         self.sampling = sampling or SamplingDefaults()
         self.eos_ids = tuple(eos_ids)
         self._detokenizers = DetokenizerFactory(tokenizer.raw)
+        self.structures = StructureChecker(partial(vocabulary_of, tokenizer, limits.vocab_size))
 
     def encode(self, prompt: AnyPrompt, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, as the model is to see them; ids come back as they are.
@@ -206,10 +209,30 @@ class TextProcessor:
         prompt = truncated(prompt, params, self.limits)
         if not isinstance(params, SamplingParams):
             params = self.sampling.complete(params, len(prompt), self.limits)
-        request = build_request(
-            prompt, params, self.limits, self.eos_ids, request_id, now, timeout, scheduling
-        )
+        given = (self.limits, self.eos_ids, request_id, now, timeout, scheduling)
+        request = build_request(prompt, params, *given)
+        if params.bad_words:  # which are texts of bounded length, by now
+            request = build_request(prompt, params, *given, bad_words=self._spelled(params))
         return samples(request)
+
+    def _spelled(self, params: SamplingParams) -> list[tuple[int, ...]]:
+        """The bad words as tokens: as they are, and after a space where that is another token.
+
+        Raises RequestError for one that the vocabulary cannot spell.
+        """
+        spelled = []
+        for position, word in enumerate(params.bad_words):
+            bare, spaced = (
+                tuple(self.tokenizer.encode(space + word.lstrip(), add_special_tokens=False))
+                for space in ("", " ")
+            )
+            if not bare:
+                why = f"is {word!r}, of which this model's tokenizer makes no token"
+                raise RequestError([Violation(f"bad_words[{position}]", why)])
+            spelled.append(bare)
+            if len(spaced) == len(bare) and spaced[0] != bare[0]:
+                spelled.append(spaced)
+        return spelled
 
     def output(
         self, request: Request, index: int = 0, replies: Replies | None = None
@@ -263,6 +286,7 @@ class OutputBuilder:
         self.finished = False
         self._detokenizer = detokenizer
         self._stops = StopMatcher(request.params.stop, request.params.include_stop)
+        self._num_tokens = 0
         self.queued: float | None = None  # seconds until a slot was found
         self.first_token: float | None = None  # seconds until it came
         self.cached_tokens = 0  # prompt tokens that the prefix cache had
@@ -279,6 +303,7 @@ class OutputBuilder:
         last = len(event.tokens) - 1 if event.finish in _STOPPED_BY_ID else None
         for position, token in enumerate(event.tokens):
             delta.token_ids.append(token)
+            self._num_tokens += 1
             shown = position != last or self.request.params.include_stop
             piece = self._detokenizer.push(token) if shown else ""
             if self._reader is not None:
@@ -305,7 +330,9 @@ class OutputBuilder:
             self.first_token = event.time - self.request.arrival
 
     def _add_text(self, delta: Delta, piece: str) -> None:
-        certain, matched = self._stops.push(piece)
+        certain, matched = self._stops.push(
+            piece, ends=self._num_tokens > self.request.params.min_tokens
+        )
         delta.text += certain
         if matched is not None:
             delta.finish = Finish(FinishReason.STOP_STRING, matched)

@@ -21,11 +21,9 @@ Rules worth knowing:
 from __future__ import annotations
 
 import dataclasses
-import numbers
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jaxinfer.request import (
     MAX_LOGIT_BIAS,
@@ -36,11 +34,13 @@ from jaxinfer.request import (
     MAX_SEED,
     MAX_STOP_IDS,
     Request,
-    RequestError,
     SamplingParams,
     Scheduling,
-    Violation,
 )
+from jaxinfer.rule_checks import check_rules, check_rules_agree, token_rules
+from jaxinfer.violations import Violations, check_token_ids, first_wrong, id_range
+
+__all__ = ["EngineLimits", "Violations", "build_request", "check_token_ids", "samples"]
 
 MAX_STOP_STRINGS = 64  # stop strings of one request
 MAX_STOP_LENGTH = 1024  # characters of one stop string
@@ -92,34 +92,41 @@ def build_request(
     now: float,
     timeout: float | None = None,
     scheduling: Scheduling | None = None,
+    bad_words: Sequence[tuple[int, ...]] = (),
 ) -> Request:
     """The complete, validated `Request`; `now` is engine time and `timeout` seconds from it.
 
-    Raises RequestError with every violation.
+    `bad_words` are those of `params` as token ids. Raises RequestError with every violation.
     """
     eos, scheduling = tuple(eos_ids), scheduling or Scheduling()
     found = Violations()
     check_prompt(found, prompt, limits, outputs=0 if params.max_new_tokens == 0 else 1)
     check_sampling(found, params, limits, eos)
+    own_eos = () if params.ignore_eos else eos
+    end_ids = tuple(dict.fromkeys((*own_eos, *params.stop_token_ids)))
     check_scheduling(found, scheduling)
     if not found:
         check_samples(found, len(prompt), params.n, limits)
         if params.max_new_tokens is not None:
             check_output_length(found, len(prompt), params.max_new_tokens, limits)
     found.raise_if_any()
-    own_eos = () if params.ignore_eos else eos
+    max_new_tokens = params.max_new_tokens
+    if max_new_tokens is None:
+        max_new_tokens = limits.max_tokens - len(prompt)
+    rules = token_rules(params, end_ids, bad_words)
+    check_rules_agree(found, rules, max_new_tokens, limits.vocab_size)
+    found.raise_if_any()
     return Request(
         id=request_id,
         prompt=tuple(map(int, prompt)),
         params=_normalised(params, limits),
-        max_new_tokens=limits.max_tokens - len(prompt)
-        if params.max_new_tokens is None
-        else params.max_new_tokens,
+        max_new_tokens=max_new_tokens,
         seed=secrets.randbits(63) if params.seed is None else params.seed,
-        stop_ids=tuple(dict.fromkeys((*own_eos, *params.stop_token_ids))),
+        stop_ids=end_ids,
         arrival=now,
         deadline=None if timeout is None else now + timeout,
         scheduling=scheduling,
+        rules=rules,
     )
 
 
@@ -148,65 +155,6 @@ def _normalised(params: SamplingParams, limits: EngineLimits) -> SamplingParams:
     """top_k = 0 wherever all tokens are kept."""
     keeps_all = params.top_k <= 0 or params.top_k >= limits.vocab_size
     return dataclasses.replace(params, top_k=0) if keeps_all else params
-
-
-class Violations(list[Violation]):
-    """Violations found so far."""
-
-    def add(self, field: str, message: str) -> None:
-        self.append(Violation(field, message))
-
-    def raise_if_any(self) -> None:
-        if self:
-            raise RequestError(list(self))
-
-    def number(
-        self, field: str, value: Any, low: float, high: float, *, open_low: bool = False
-    ) -> bool:
-        """Require a finite number in [low, high], or (low, high] if `open_low`."""
-        interval = f"{'above' if open_low else 'at least'} {low:g} and at most {high:g}"
-        if not _is_number(value):
-            self.add(field, f"is {value!r}; it must be a number {interval}")
-        elif not (low < value if open_low else low <= value) or not value <= high:  # NaN fails too
-            self.add(field, f"is {value}; it must be {interval}")
-        else:
-            return True
-        return False
-
-    def integer(self, field: str, value: Any, low: int, high: int | None, why: str = "") -> bool:
-        """Require an int in [low, high]; `high` None is unbounded. `why` says where it is from."""
-        interval = f"at least {low}" if high is None else f"from {low} to {high}"
-        if not _is_int(value):
-            self.add(field, f"is {value!r}; it must be an integer {interval}{why}")
-        elif value < low or (high is not None and value > high):
-            self.add(field, f"is {value}; it must be {interval}{why}")
-        else:
-            return True
-        return False
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def check_token_ids(found: Violations, field: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Require every id in [0, vocab_size); reports the first that is not."""
-    if (wrong := _first_wrong(ids, vocab_size)) is not None:
-        found.add(f"{field}[{wrong}]", _id_range(ids[wrong], vocab_size))
-
-
-def _first_wrong(ids: Sequence[int], vocab_size: int) -> int | None:
-    """Where the first thing is that is no token id."""
-    wrong = (i for i, t in enumerate(ids) if not (_is_int(t) and 0 <= t < vocab_size))
-    return next(wrong, None)
-
-
-def _id_range(token: Any, vocab_size: int) -> str:
-    return f"is {token!r}; token ids of this model are from 0 to {vocab_size - 1}"
 
 
 def check_prompt(
@@ -320,6 +268,7 @@ def check_sampling(
     found.integer("n", params.n, 1, MAX_SAMPLES)
     _check_logit_bias(found, params, limits)
     _check_stops(found, params, limits, eos_ids)
+    check_rules(found, params, limits.vocab_size)
 
 
 def _check_logit_bias(found: Violations, params: SamplingParams, limits: EngineLimits) -> None:
@@ -329,8 +278,8 @@ def _check_logit_bias(found: Violations, params: SamplingParams, limits: EngineL
         found.add("logit_bias", f"has {len(entries)} entries; at most {MAX_LOGIT_BIAS} are taken")
         return
     ids = [token for token, _ in entries]
-    if (wrong := _first_wrong(ids, limits.vocab_size)) is not None:
-        found.add(f"logit_bias[{ids[wrong]}]", _id_range(ids[wrong], limits.vocab_size))
+    if (wrong := first_wrong(ids, limits.vocab_size)) is not None:
+        found.add(f"logit_bias[{ids[wrong]}]", id_range(ids[wrong], limits.vocab_size))
     if len(set(ids)) < len(ids):
         found.add("logit_bias", "names a token id twice; give each id one value")
     for token, value in entries:

@@ -75,7 +75,7 @@ def run(
     num_slots, padded = max(SLOTS, len(rows)), max(ROWS, len(rows))
     for i, row in enumerate(rows):
         row.slot = i if row.slot is None else row.slot
-    slots, options = empty_slots(num_slots, (1,)), empty_options(num_slots)
+    slots, options = empty_slots(num_slots, (1,)), empty_options(num_slots, logits.shape[1])
     packed = pack_admissions([row.sequence() for row in rows], [], padded, num_slots, (1,))
     assert packed.shape == (padded, admission_size((1,)))
     slots, options = jit_admit(slots, options, packed)
@@ -97,6 +97,7 @@ def run(
         slots,
         options,
         history if variant == "full" else None,
+        jnp.asarray(full) if variant == "full" else None,
         variant=variant,
         implementation=implementation,
     )

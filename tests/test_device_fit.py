@@ -30,7 +30,7 @@ TOKEN = 2 * 8 * 128 * 2  # bytes of one token in one layer, bfloat16
 def test_state_is_counted_without_making_it():
     config = EngineConfig(max_num_seqs=4, dtype="float32")
     small = dataclasses.replace(WINDOW, vocab_size=96, max_position=640)
-    made = (empty_slots(4, (10, 10)), empty_options(4), empty_history(4, 96))
+    made = (empty_slots(4, (10, 10)), empty_options(4, 96), empty_history(4, 96))
     assert state_bytes(small, config, 640) == sum(x.nbytes for x in jax.tree.leaves(made))
 
 

@@ -202,7 +202,7 @@ def test_the_guard_counts_and_raises():
 
 
 def test_an_engine_from_the_start_counts_its_own_compiles():
-    model = types.SimpleNamespace(config=TINY, params=tiny_params())
+    model = types.SimpleNamespace(config=TINY, params=tiny_params(), tokenizer=None)
     engine = build_engine(model, SPLIT.config(), guard_compiles=True)
     try:
         assert engine.compiles.compiles_after_ready == 0

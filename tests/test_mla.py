@@ -156,7 +156,9 @@ def test_the_plan_has_room_for_the_queries_of_all_heads():
     params = abstract_params(
         family_of("deepseek_v2").param_specs(model), "float32", lambda spec: None
     )
-    slots = jax.eval_shape(lambda: (empty_slots(8, (16,)), empty_options(8), empty_history(8, 512)))
+    slots = jax.eval_shape(
+        lambda: (empty_slots(8, (16,)), empty_options(8, 512), empty_history(8, 512))
+    )
     state = (params, abstract_pools(groups), *slots)
     step = StepModel(model, groups, "reference")
     (largest,) = (

@@ -159,7 +159,9 @@ OPTIONS = {
 
 @functools.cache
 def built():
-    engine = build_engine(types.SimpleNamespace(config=TINY, params=tiny_params()), CONFIG)
+    engine = build_engine(
+        types.SimpleNamespace(config=TINY, params=tiny_params(), tokenizer=None), CONFIG
+    )
     engine.compiles.close()
     return engine
 
@@ -170,7 +172,7 @@ def fresh_runner() -> Runner:
         runner.params,
         empty_pools(kv_groups(TINY, runner.pools[0][0].shape[0], PAGE_SIZE, "float32")),
         empty_slots(SLOTS, (WIDTH,)),
-        empty_options(SLOTS),
+        empty_options(SLOTS, VOCAB),
         empty_history(SLOTS, VOCAB),
     )
     transfer = runner.transfer

@@ -68,7 +68,7 @@ def test_host_and_kernel_agree_on_the_size_of_a_tile():
 def program_state(pages: int):
     """Structs of a state whose pool is large beside everything else."""
     groups = kv_groups(TINY, pages, PAGE_SIZE, "float32")
-    slots, options = empty_slots(SLOTS, (WIDTH,)), empty_options(SLOTS)
+    slots, options = empty_slots(SLOTS, (WIDTH,)), empty_options(SLOTS, VOCAB)
     state = (tiny_params(), abstract_pools(groups), slots, options, empty_history(SLOTS, VOCAB))
     return groups, state
 
@@ -80,14 +80,16 @@ def lowered(pages: int = PAGES):
 
 
 def test_the_set_is_closed():
-    """A sampler of every variant for the rows of every forward, what scores prompts for every size
-    of chunk, each program once."""
+    """A sampler of every variant for the rows of every forward, and what forbids tokens there, what
+    scores prompts for every size of chunk, each program once."""
     programs, shapes, _ = lowered()
     keys = [program.key for program in programs]
     assert len(set(keys)) == len(keys) == len({program.name for program in programs})
     samplers = {(shape.sample_rows, variant) for shape in shapes for variant in VARIANTS}
+    forbids = {("forbid", shape.sample_rows) for shape in shapes}
     scores = {("score", shape.chunk) for shape in shapes if shape.chunk}
-    assert set(keys) == {*shapes, *samplers, *scores, "admit", "load_history"}
+    others = {"admit", "load_history", "put_masks"}
+    assert set(keys) == {*shapes, *samplers, *forbids, *scores, *others}
 
 
 @pytest.mark.parametrize("shape", [StepShape(1, 0, 16), StepShape(8, 0, 16), StepShape(8, 128, 16)])
@@ -130,10 +132,11 @@ def test_the_workspace_that_was_planned_covers_every_program():
     for setup in (Setup(), Setup(chunk=128)):
         engine = built(setup)
         programs = engine.runner.programs
-        every = [*programs.forward.values(), *programs.sample.values(), *programs.score.values()]
+        every = [*programs.forward.values(), *programs.sample.values()]
+        every += [*programs.score.values(), *programs.forbid.values()]
         most = max(program.memory_analysis().temp_size_in_bytes for program in every)
         assert programs.temp_bytes >= most
-        logits = 4 * VOCAB * max(s.sample_rows for s in programs.forward)
+        logits = 2 * 4 * VOCAB * max(s.sample_rows for s in programs.forward)
         hidden = 4 * TINY.hidden_size * setup.chunk
         assert programs.handed_bytes(TINY, 4) == logits + 2 * hidden
         assert programs.temp_bytes + programs.handed_bytes(TINY, 4) <= engine.memory.workspace_bytes

@@ -36,7 +36,10 @@ HOST_ONLY = (  # the host's decisions: no array library but NumPy
     "sequence",
     "sequence_pages",
     "step_plan",
+    "structured",
+    "token_rules",
     "truncation",
+    "unread",
     "validation",
     "waiting_queue",
 )

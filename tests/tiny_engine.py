@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_sampler
+from fake_engine import byte_tokenizer
 
 from jaxinfer import determinism, startup
 from jaxinfer.compile_watch import CompileWatch
@@ -84,7 +85,9 @@ def tiny_params(dtype: str = "float32"):
 @functools.cache
 def built(setup: Setup) -> Engine:
     """The engine as a start gives it. Do not run it: `engine_for` gives engines to run."""
-    model = types.SimpleNamespace(config=TINY, params=tiny_params(setup.dtype))
+    model = types.SimpleNamespace(
+        config=TINY, params=tiny_params(setup.dtype), tokenizer=byte_tokenizer()
+    )
     with pytest.MonkeyPatch.context() as patch:
         if setup.attention:
             patch.setattr(startup, "_attention", lambda device, groups: setup.attention)
@@ -110,7 +113,7 @@ def fresh(base: Engine, overlap: bool = True, params=None) -> Engine:
         params if params is not None else base.runner.params,
         pools,
         empty_slots(slots, tuple(t.shape[1] for t in base.runner.slots.page_tables)),
-        empty_options(slots),
+        empty_options(slots, base.limits.vocab_size),
         empty_history(slots, base.limits.vocab_size),
     )
     transfer = base.runner.transfer
@@ -118,7 +121,7 @@ def fresh(base: Engine, overlap: bool = True, params=None) -> Engine:
         transfer = PageTransfer(transfer.groups, transfer.host_pages, transfer.programs)
     runner = Runner(base.runner.programs, slots, state, transfer)
     scheduler = Scheduler(base.scheduler.limits, base.scheduler.policy)
-    return Engine(scheduler, runner, base.limits, overlap)
+    return Engine(scheduler, runner, base.limits, overlap, masks=base.masks)
 
 
 @dataclasses.dataclass

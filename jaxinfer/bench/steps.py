@@ -124,12 +124,17 @@ def _timed_programs(programs: Programs, seconds: dict[str, list[float]]) -> Prog
             shape: _timed(program, f"forward {shape.rows}+{shape.chunk}", seconds)
             for shape, program in programs.forward.items()
         },
+        forbid={
+            rows: _timed(program, f"forbid {rows}", seconds)
+            for rows, program in programs.forbid.items()
+        },
         sample={
             key: _timed(program, f"sample {key[1]} {key[0]}", seconds)
             for key, program in programs.sample.items()
         },
         admit=_timed(programs.admit, "admit", seconds),
         load_history=_timed(programs.load_history, "load_history", seconds),
+        put_masks=_timed(programs.put_masks, "put_masks", seconds),
     )
 
 

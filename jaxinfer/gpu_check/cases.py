@@ -182,7 +182,7 @@ def make_plan(target: GpuTarget, name: str, ways: int, layers: int | None = None
     assert length is not None
     num_groups = len(kv_groups(config, 1, page_size, dtype))
     slots = on_all(empty_slots, engine.max_num_seqs, (pages_for(length, page_size),) * num_groups)
-    options = on_all(empty_options, engine.max_num_seqs)
+    options = on_all(empty_options, engine.max_num_seqs, config.vocab_size)
     history = on_all(empty_history, engine.max_num_seqs, config.vocab_size)
     others = (slots, options, history)
     weights = device_bytes(params_of(config))

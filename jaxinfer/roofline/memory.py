@@ -115,7 +115,7 @@ def _slot_bytes(model: ModelConfig, config: EngineConfig, max_model_len: int) ->
     def make() -> Any:
         return (
             empty_slots(config.max_num_seqs, widths),
-            empty_options(config.max_num_seqs),
+            empty_options(config.max_num_seqs, model.vocab_size),
             empty_history(config.max_num_seqs, model.vocab_size),
         )
 

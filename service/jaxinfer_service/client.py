@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -39,6 +40,10 @@ READY_SECONDS = 600.0  # a first start fetches, converts and compiles
 _POLL_SECONDS = 0.2
 _CHECK_SECONDS = 2.0  # a server that is compiling may take its time to answer
 CONCURRENCY = 32  # calls of `generate_all` at a time
+
+
+Structured = Mapping[str, Any] | pb.StructuredOutput
+"""One of json_schema (a mapping, or JSON text), json_object (True), regex, choice and grammar."""
 
 
 class Asked(TypedDict, total=False):
@@ -71,12 +76,18 @@ class Asked(TypedDict, total=False):
     n: int
     prompt_logprobs: int
     truncate_prompt_tokens: int
+    min_tokens: int
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
+    structured: Structured
 
 
 def generate_request(prompt: Prompt, model: str = "", **asked: Unpack[Asked]) -> pb.GenerateRequest:
     """The message that asks for an answer to `prompt`. Raises ValueError for unknown fields."""
     fields: dict[str, Any] = dict(asked)
     own = {name: fields.pop(name) for name in _OF_REQUEST if name in fields}
+    if isinstance(form := fields.get("structured"), Mapping):
+        fields["structured"] = _structured(**form)
     request = pb.GenerateRequest(model=model, sampling=pb.Sampling(**fields), **own)
     if isinstance(prompt, str):
         request.text = prompt
@@ -85,6 +96,18 @@ def generate_request(prompt: Prompt, model: str = "", **asked: Unpack[Asked]) ->
     else:
         request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
     return request
+
+
+def _structured(
+    json_schema: Mapping[str, Any] | str | None = None,
+    choice: Sequence[str] | None = None,
+    **others: Any,
+) -> pb.StructuredOutput:
+    """The message of a mapping with one form; a schema may be one itself."""
+    if json_schema is not None and not isinstance(json_schema, str):
+        json_schema = json.dumps(json_schema, ensure_ascii=False)
+    texts = None if choice is None else pb.Choice(texts=choice)
+    return pb.StructuredOutput(json_schema=json_schema, choice=texts, **others)
 
 
 def tokenize_request(prompt: Prompt, model: str = "", **options: Any) -> pb.TokenizeRequest:

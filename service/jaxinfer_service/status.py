@@ -11,7 +11,13 @@ from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from jaxinfer.request import EngineStoppedError, FinishReason, QueueFullError, RequestError
+from jaxinfer.request import (
+    EngineStoppedError,
+    FinishReason,
+    QueueFullError,
+    RequestError,
+    Violation,
+)
 from jaxinfer.text import Finish
 from jaxinfer_service.access import ForbiddenError, TooManyError, UnauthenticatedError
 
@@ -91,6 +97,8 @@ def check_finish(finish: Finish | None) -> None:
         raise DeadlineError(finish.error)
     if finish.reason is FinishReason.CANCELLED:
         raise RequestAbortedError("the request was aborted on the server")
+    if finish.reason is FinishReason.RULES:
+        raise RequestError([Violation("sampling", finish.error)])
     if finish.reason is FinishReason.ERROR:
         raise RequestFailedError(finish.error)
 

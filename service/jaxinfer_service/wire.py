@@ -19,6 +19,7 @@ from jaxinfer.request import (
     TokenLogprobs,
     Violation,
 )
+from jaxinfer.structured import StructuredOutput
 from jaxinfer.text import AnyPrompt, Delta, Finish
 from jaxinfer_service.access import tenant_of
 from jaxinfer_service.chat_wire import conversation_of, fill_reply
@@ -29,7 +30,7 @@ MOST_SCORED = 1024  # tokens of a prompt that a chunk says something of
 _SCALARS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "max_new_tokens", "include_stop", "ignore_eos", "logprobs",
-    "skip_special_tokens", "n", "prompt_logprobs", "truncate_prompt_tokens",
+    "skip_special_tokens", "n", "prompt_logprobs", "truncate_prompt_tokens", "min_tokens",
 )  # fmt: skip
 
 _REASONS = {
@@ -102,7 +103,8 @@ def _path(field: str, kind: str) -> str:
         return _OF_CHATS[name] + bracket + rest
     if name == "prompt":
         return (_LISTS[kind] if bracket else kind) + bracket + rest
-    return f"sampling.{field}" if name in pb.Sampling.DESCRIPTOR.fields_by_name else field
+    own = name.partition(".")[0] in pb.Sampling.DESCRIPTOR.fields_by_name
+    return f"sampling.{field}" if own else field
 
 
 def params_of(sampling: pb.Sampling) -> dict[str, Any]:
@@ -112,8 +114,25 @@ def params_of(sampling: pb.Sampling) -> dict[str, Any]:
         "logit_bias": tuple(sampling.logit_bias.items()),
         "stop": tuple(sampling.stop),
         "stop_token_ids": tuple(sampling.stop_token_ids),
+        "allowed_token_ids": tuple(sampling.allowed_token_ids),
+        "bad_words": tuple(sampling.bad_words),
     }
+    if sampling.HasField("structured"):
+        given["structured"] = _structure(sampling.structured)
     return given | {name: values for name, values in several.items() if values}
+
+
+def _structure(message: pb.StructuredOutput) -> StructuredOutput:
+    """Raises RequestError for a message that asks for nothing."""
+    kind = message.WhichOneof("kind")
+    if kind is None or (kind == "json_object" and not message.json_object):
+        why = "asks for no form; set one of json_schema, json_object, regex, choice and grammar"
+        raise RequestError([Violation("sampling.structured", why)])
+    if kind == "json_object":
+        return StructuredOutput.json_object()
+    if kind == "choice":
+        return StructuredOutput.choice(message.choice.texts)
+    return StructuredOutput(kind, getattr(message, kind))
 
 
 def scheduling_of(request: pb.GenerateRequest) -> Scheduling:

@@ -14,6 +14,7 @@ from jaxinfer_service.cli import (
     console,
     engine_options,
     options,
+    rule_options,
     sampling_options,
     text_options,
 )
@@ -64,6 +65,14 @@ def generate(
     truncate_prompt_tokens: sampling_options.TruncatePromptTokens = None,
     add_special_tokens: sampling_options.AddSpecialTokens = True,
     n: sampling_options.Samples = 1,
+    min_tokens: rule_options.MinTokens = None,
+    allowed_token_ids: rule_options.AllowedTokenIds = None,
+    bad_word: rule_options.BadWord = None,
+    json_schema: rule_options.JsonSchema = None,
+    json_object: rule_options.JsonObject = False,
+    regex: rule_options.Regex = None,
+    choice: rule_options.Choice = None,
+    grammar: rule_options.Grammar = None,
     dtype: options.Dtype = None,
     chat_template: text_options.ChatTemplate = None,
     generation_config: text_options.GenerationConfig = "auto",
@@ -111,6 +120,15 @@ def generate(
         prompt_logprobs=prompt_logprobs,
         truncate_prompt_tokens=truncate_prompt_tokens,
         n=n,
+    ) | rule_options.rules(
+        min_tokens,
+        allowed_token_ids,
+        bad_word,
+        json_schema=json_schema,
+        json_object=json_object,
+        regex=regex,
+        choice=choice,
+        grammar=grammar,
     )
     config = engine_options.engine_config(
         max_num_seqs=max_num_seqs,

@@ -58,9 +58,10 @@ class Ask:
                 params = params | {"max_new_tokens": min(self.usual_length, room)}
         scheduling = Scheduling(body.priority, tenant_of(body.tenant), body.cache_salt or "")
         replies = self.prompt.replies if isinstance(self.prompt, Conversation) else None
-        return await self.model.frontend.submit(
-            ids, params, body.timeout, scheduling, replies=replies
-        )
+        with body.named():
+            return await self.model.frontend.submit(
+                ids, params, body.timeout, scheduling, replies=replies
+            )
 
 
 class Started:

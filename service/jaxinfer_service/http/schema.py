@@ -16,6 +16,7 @@ from jaxinfer.validation import EngineLimits
 from jaxinfer_service.http import chat_schema
 from jaxinfer_service.http.chat_schema import Message, Templated
 from jaxinfer_service.http.not_computed import NotComputed
+from jaxinfer_service.http.rules import ResponseFormat, Ruled
 from jaxinfer_service.http.strict import Body, Listed, OneOrMore, Several
 
 COMPLETION_TOKENS = 16  # of a completion where nobody says how many, as the API has it
@@ -34,13 +35,7 @@ class StreamOptions(Body):
     continuous_usage_stats: Literal[False] = False
 
 
-class TextFormat(Body):
-    """The only form of answers so far."""
-
-    type: Literal["text"]
-
-
-class Sampling(NotComputed, Body):
+class Sampling(NotComputed, Ruled):
     """What completions and chats have in common. What is left out is the model's own default."""
 
     model: str = ""
@@ -122,7 +117,7 @@ class Sampling(NotComputed, Body):
             "prompt_logprobs": self.prompt_logprobs,
             "truncate_prompt_tokens": self.truncate_prompt_tokens,
         }
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in given.items() if value is not None} | self.rules()
 
 
 class Completion(Sampling):
@@ -175,7 +170,6 @@ class ChatCompletion(Sampling, Templated):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: TextFormat | None = None
     parallel_tool_calls: bool | None = Field(
         None, description="false: calls behind the first are left out."
     )
@@ -238,6 +232,7 @@ FIELDS = frozenset(
         Tokenize,
         Detokenize,
         StreamOptions,
+        ResponseFormat,
         *chat_schema.BODIES,
     )
     for name in kind.model_fields

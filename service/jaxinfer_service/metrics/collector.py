@@ -39,6 +39,7 @@ _FINISHED = {
     FinishReason.DEADLINE: "abort",
     FinishReason.LATE: "abort",
     FinishReason.ERROR: "error",
+    FinishReason.RULES: "error",
 }
 
 
