@@ -34,6 +34,7 @@ from jaxinfer.programs import (
     program_set,
     step_shapes,
 )
+from jaxinfer.quantization.weight import specs_of
 from jaxinfer.runner import Runner
 from jaxinfer.scheduler import Scheduler
 from jaxinfer.sharding import (
@@ -101,7 +102,8 @@ def build_engine(
     history = empty_history(config.max_num_seqs, served.vocab_size)
     params, device = model.params, jax.devices()[0]
     if mesh is not None:
-        placement = param_shardings(family_of(served.family).param_specs(served), mesh)
+        specs = specs_of(params, family_of(served.family).param_specs(served))
+        placement = param_shardings(specs, mesh)
         params = jax.device_put(params, placement)  # moves nothing that was loaded in place
         slots, options, history = jax.device_put((slots, options, history), replicated(mesh))
     weights, kept = _bytes_on_one(params), _bytes_on_one((slots, options, history))
