@@ -27,9 +27,9 @@ class Kind:
     what: str
 
     @property
-    def stored_bytes(self) -> int:
-        """Bytes of a weight without its share of the scale."""
-        return self.terms
+    def products(self) -> int:
+        """Products of one term with another that a product is made of."""
+        return self.terms * (2 if self.activations == "int8_pair" else 1)
 
 
 NONE, AUTO = "none", "auto"

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.params import ParamSpec
+from jaxinfer.params import ParamSpec, Tree, is_spec
 from jaxinfer.quantization.kinds import KINDS, NONE
 from jaxinfer.quantization.weight import Quantised, quantised_spec
 from pallas_kernels.quantised_matmul.activations import INT8_MOST, PAIR
@@ -46,6 +47,18 @@ def quantise(array: np.ndarray, spec: ParamSpec, quantization: str, dtype: str) 
     specs = jax.tree.leaves(parts)
     placed = [array.reshape(spec.shape) for array, spec in zip(arrays, specs, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(parts), placed)
+
+
+def quantise_params(params: Tree, specs: Tree, quantization: str, dtype: str) -> Tree:
+    """Parameters that are in memory, of the plain `specs`; each stays where it is, or its parts on
+    the first device."""
+
+    def of(spec: ParamSpec, array: Any) -> Any:
+        if quantization == NONE or not spec.inputs:
+            return array
+        return jax.tree.map(jnp.asarray, quantise(np.asarray(array), spec, quantization, dtype))
+
+    return jax.tree.map(of, specs, params, is_leaf=is_spec)
 
 
 def placing(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.params import ParamSpec, Tree, map_specs
+from jaxinfer.params import ParamSpec, Tree, is_spec, map_specs
 from jaxinfer.quantization.kinds import KINDS, NONE, Activations, Kind
 from pallas_kernels.quantised_matmul import QuantisedWeight, quantised_matmul
 from pallas_kernels.quantised_matmul.activations import PAIR
@@ -128,4 +128,4 @@ def specs_of(params: Tree, specs: Tree) -> Tree:
         kind = Kind(1 if param.low is None else 2, param.activations, (), "")
         return quantised_spec(spec, kind, param.dtype)
 
-    return jax.tree.map(of, specs, params, is_leaf=lambda x: isinstance(x, ParamSpec))
+    return jax.tree.map(of, specs, params, is_leaf=is_spec)
