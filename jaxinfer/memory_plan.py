@@ -105,7 +105,8 @@ def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> 
         products = kind.products
         if kind.activations == "as_given":
             specs = named_leaves(family_of(model.family).param_specs(model))
-            matrix = max(math.prod(spec.shape) for _, spec in specs if spec.inputs) * itemsize
+            shapes = [spec.shape[spec.axes[0] == "experts" :] for _, spec in specs if spec.inputs]
+            matrix = max(map(math.prod, shapes)) * itemsize
     logits = 4 * model.vocab_size * (config.max_num_seqs + MAX_PIECES)
     values = 2 * products * rows * widest * max(itemsize, 4)
     return (1 + 2 * products) * logits + values + matrix + WORKSPACE_SLACK

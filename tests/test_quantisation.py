@@ -67,10 +67,14 @@ def test_products_equal_those_of_what_it_stands_for(kind, rows):
     for spec, shape in ((HEADS, (24,)), (OUT, (4, 6))):
         weight = jax.tree.map(jnp.asarray, quantise(random(*spec.shape), spec, kind, "float32"))
         x = random(rows, *shape, seed=1)
-        wanted = np.tensordot(x.astype(np.float64), dense(weight), (range(1, x.ndim), range(-len(shape), 0)))
+        wanted = np.tensordot(
+            x.astype(np.float64), dense(weight), (range(1, x.ndim), range(-len(shape), 0))
+        )
         found = linear(jnp.asarray(x), weight)
         assert found.shape == wanted.shape and found.dtype == jnp.float32
-        np.testing.assert_allclose(found, wanted, atol=PRODUCTS[kind] * np.abs(wanted).max(), rtol=0)
+        np.testing.assert_allclose(
+            found, wanted, atol=PRODUCTS[kind] * np.abs(wanted).max(), rtol=0
+        )
 
 
 @EACH
@@ -131,7 +135,8 @@ QUANTISED = Setup(quantization="w8a8-hl", deterministic=True, pages=14)
 
 def test_what_stays_in_float_and_what_the_weights_take():
     specs = family_of("llama").param_specs(TINY)
-    stored = {name: spec.dtype for name, spec in named_leaves(quantised_specs(specs, "w16a16", "float32"))}
+    leaves = named_leaves(quantised_specs(specs, "w16a16", "float32"))
+    stored = {name: spec.dtype for name, spec in leaves}
     layer = {n.removeprefix("layers.0."): d for n, d in stored.items() if n.startswith("layers.0.")}
     assert {name for name, kind in layer.items() if kind is None} == {"attn_norm", "mlp_norm"}
     assert {n for n in layer if n.startswith("qkv")} == {"qkv.values", "qkv.scales", "qkv.low"}

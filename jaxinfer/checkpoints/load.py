@@ -115,21 +115,19 @@ def load_model(
         sharding_of = lambda spec: sharding  # noqa: E731
     if orbax_io.is_orbax_folder(path):
         return _load_orbax(path, dtype, sharding_of, progress, text or TextOptions(), quantization)
-    quantization = _chosen(quantization, NONE)
+    quantization = chosen_kind(quantization, NONE, jax.devices()[0].platform)
     source = open_source(path)
     tokenizer, generation = _text_of(path, source.require_tokenizer(), text or TextOptions())
     kind = check_dtype(dtype or source.dtype)
     params = load_params(source, kind, placing(quantization, kind, sharding_of), progress)
     described = source.description
-    return LoadedModel(
-        source.config, params, tokenizer, generation, kind, described, quantization
-    )
+    return LoadedModel(source.config, params, tokenizer, generation, kind, described, quantization)
 
 
-def _chosen(asked: str | None, stored: str) -> str:
-    """The kind that weights are served in on this machine's devices."""
+def chosen_kind(asked: str | None, stored: str, platform: str) -> str:
+    """The kind to have weights in; see `choose`. Raises CheckpointError."""
     try:
-        return choose(asked, stored, jax.devices()[0].platform)
+        return choose(asked, stored, platform)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
 
@@ -164,7 +162,7 @@ def _load_orbax(
     quantization: str | None,
 ) -> LoadedModel:
     manifest, tokenizer = open_model_folder(path)
-    quantization = _chosen(quantization, manifest.quantization)
+    quantization = chosen_kind(quantization, manifest.quantization, jax.devices()[0].platform)
     tokenizer, generation = _text_of(path, tokenizer, text)
     kind = check_dtype(dtype or manifest.dtype)
     if progress:

@@ -16,7 +16,7 @@ from jaxinfer.quantization.weight import Quantised, multiply, rows_of
 
 
 def linear(
-    x: Float[Array, "T *inputs"], weight: Float[Array, "..."] | Quantised, out_dtype: Any = None
+    x: Float[Array, "T ..."], weight: Float[Array, ...] | Quantised, out_dtype: Any = None
 ) -> Float[Array, "T ..."]:
     """x @ weight.T over all axes of x but the first; weights are stored (out..., in...).
 
@@ -41,8 +41,8 @@ def linear_of_experts(
     x: Float[Array, "R K"],
     weight: Float[Array, "E *outputs K"] | Quantised,
     sizes: Int[Array, " E"],
-) -> Float[Array, "R *outputs"]:
-    """Rows times the matrices of their experts, by `product` (the `multiply` of `models.base.Experts`)."""
+) -> Float[Array, "R ..."]:
+    """Rows times the matrices of their experts, by `product`, the `multiply` of `base.Experts`."""
     count, *outputs = weight.shape[:-1]
     if isinstance(weight, Quantised):
         products = [product(x, term, sizes) for term in weight.terms]

@@ -62,8 +62,8 @@ def choose(asked: str | None, stored: str, platform: str) -> str:
     if stored != NONE and (asked == NONE or KINDS[asked].terms != KINDS[stored].terms):
         same = [name for name, kind in KINDS.items() if kind.terms == KINDS[stored].terms]
         raise ValueError(
-            f"quantization is {asked!r}, but the checkpoint's weights are stored as {stored}, which "
-            f"can be served as {' or '.join(same)}; for others, take the original checkpoint"
+            f"quantization is {asked!r}, but the checkpoint's weights are stored as {stored}, "
+            f"which can be served as {' or '.join(same)}; for others, take the original checkpoint"
         )
     if asked != NONE and platform not in (allowed := KINDS[asked].platforms):
         raise ValueError(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.models import family_of
 from jaxinfer.params import ParamSpec, Tree, is_spec
-from jaxinfer.quantization.kinds import KINDS, NONE
+from jaxinfer.quantization.kinds import KINDS, NONE, choose
 from jaxinfer.quantization.weight import Quantised, quantised_spec
 from pallas_kernels.quantised_matmul.activations import INT8_MOST, PAIR
+
+if TYPE_CHECKING:
+    from jaxinfer.checkpoints import LoadedModel
 
 _PIECE = 1 << 18  # values rounded at once: the temporaries stay in the CPU's cache
 
@@ -43,9 +48,9 @@ def quantise(array: np.ndarray, spec: ParamSpec, quantization: str, dtype: str) 
         values[piece] = high
         if low is not None:
             low[piece] = np.rint((part - high) * np.float32(PAIR))
-    arrays = [values, scales] if low is None else [values, scales, low]
+    arrays: list[np.ndarray] = [values, scales] if low is None else [values, scales, low]
     specs = jax.tree.leaves(parts)
-    placed = [array.reshape(spec.shape) for array, spec in zip(arrays, specs, strict=True)]
+    placed = [part.reshape(spec.shape) for part, spec in zip(arrays, specs, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(parts), placed)
 
 
@@ -59,6 +64,17 @@ def quantise_params(params: Tree, specs: Tree, quantization: str, dtype: str) ->
         return jax.tree.map(jnp.asarray, quantise(np.asarray(array), spec, quantization, dtype))
 
     return jax.tree.map(of, specs, params, is_leaf=is_spec)
+
+
+def quantised_model(model: LoadedModel, quantization: str) -> LoadedModel:
+    """A loaded model in another kind, its plain parameters shared. Raises ValueError where
+    `kinds.choose` does."""
+    kind = choose(quantization, model.quantization, jax.devices()[0].platform)
+    if model.quantization != NONE:
+        raise ValueError(f"the model's weights are {model.quantization} already")
+    specs = family_of(model.config.family).param_specs(model.config)
+    params = quantise_params(model.params, specs, kind, model.dtype)
+    return dataclasses.replace(model, params=params, quantization=kind)
 
 
 def placing(

@@ -61,6 +61,7 @@ def generate(
     ] = None,
     n: sampling_options.Samples = 1,
     dtype: options.Dtype = None,
+    quantization: engine_options.Quantization = None,
     chat_template: text_options.ChatTemplate = None,
     generation_config: text_options.GenerationConfig = "auto",
     override_generation_config: text_options.OverrideGenerationConfig = None,
@@ -110,6 +111,7 @@ def generate(
         gpu_memory_utilization=gpu_memory_utilization,
         tensor_parallel_size=tensor_parallel_size,
         deterministic=deterministic,
+        quantization=quantization,
         prefix_cache=prefix_cache,
     )
     prompts = [_prompt(text, chat) for text in prompt]
