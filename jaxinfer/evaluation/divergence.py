@@ -1,0 +1,82 @@
+"""How far one model's distributions are from another's, over the same texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxinfer.engine import Engine
+from jaxinfer.evaluation.distributions import distributions
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Means over `positions` of a text, or of several.
+
+    Attributes:
+        kl: Kullback-Leibler divergence of the model from the reference, in nats: what the
+            reference's next token costs more with the model's probabilities.
+        top1: share of positions whose most likely token is the same.
+        nll / reference_nll: negative log-likelihood of the text itself, in nats a token.
+    """
+
+    positions: int
+    kl: float
+    top1: float
+    nll: float
+    reference_nll: float
+
+    @property
+    def perplexity(self) -> float:
+        return float(np.exp(self.nll))
+
+    @property
+    def reference_perplexity(self) -> float:
+        return float(np.exp(self.reference_nll))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "positions": self.positions,
+            "kl": self.kl,
+            "top1": self.top1,
+            "perplexity": self.perplexity,
+            "reference_perplexity": self.reference_perplexity,
+        }
+
+
+def log_probabilities(logits: Float[np.ndarray, " V"]) -> Float[np.ndarray, " V"]:
+    """float64 log-softmax."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max()
+    return wide - np.log(np.exp(wide).sum())
+
+
+def compare(
+    model: Engine, reference: Engine, texts: Sequence[Sequence[int]]
+) -> tuple[Divergence, list[Divergence]]:
+    """Of all texts together, and of each. Raises ValueError for different vocabularies, and where
+    `distributions` does."""
+    if model.limits.vocab_size != reference.limits.vocab_size:
+        raise ValueError(
+            f"the model has {model.limits.vocab_size} tokens, the reference "
+            f"{reference.limits.vocab_size}: their distributions cannot be compared"
+        )
+    rows: list[list[tuple[float, ...]]] = [[] for _ in texts]
+    pairs = zip(distributions(model, texts), distributions(reference, texts), strict=True)
+    for (text, position, logits), (other_text, other_position, other) in pairs:
+        if (text, position) != (other_text, other_position):
+            raise ValueError("the two engines are set up differently: give both the same limits")
+        found, wanted = log_probabilities(logits), log_probabilities(other)
+        kl = float(np.exp(wanted) @ (wanted - found))
+        same = float(found.argmax() == wanted.argmax())
+        token = texts[text][position + 1]
+        rows[text].append((kl, same, -found[token], -wanted[token]))
+    return _mean([row for text in rows for row in text]), [_mean(text) for text in rows]
+
+
+def _mean(rows: list[tuple[float, ...]]) -> Divergence:
+    return Divergence(len(rows), *np.mean(rows, axis=0).tolist())
