@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -66,16 +67,30 @@ def compare(
             f"{reference.limits.vocab_size}: their distributions cannot be compared"
         )
     rows: list[list[tuple[float, ...]]] = [[] for _ in texts]
-    pairs = zip(distributions(model, texts), distributions(reference, texts), strict=True)
-    for (text, position, logits), (other_text, other_position, other) in pairs:
-        if (text, position) != (other_text, other_position):
-            raise ValueError("the two engines are set up differently: give both the same limits")
+    for text, position, logits, other in _paired(model, reference, texts):
         found, wanted = log_probabilities(logits), log_probabilities(other)
         kl = float(np.exp(wanted) @ (wanted - found))
         same = float(found.argmax() == wanted.argmax())
         token = texts[text][position + 1]
         rows[text].append((kl, same, -found[token], -wanted[token]))
     return _mean([row for text in rows for row in text]), [_mean(text) for text in rows]
+
+
+def _paired(
+    model: Engine, reference: Engine, texts: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
+    """(which text, position, logits, the reference's). Engines with as many pages compute in the
+    same order; what the other one has not said yet is kept until it does."""
+    sides = distributions(model, texts), distributions(reference, texts)
+    waiting: tuple[dict[tuple[int, int], np.ndarray], ...] = ({}, {})
+    for both in zip_longest(*sides):
+        for side, said in enumerate(both):
+            if said is not None:
+                waiting[side][said[0], said[1]] = said[2]
+        for text, position in [key for key in waiting[0] if key in waiting[1]]:
+            yield text, position, waiting[0].pop((text, position)), waiting[1].pop((text, position))
+    if waiting[0] or waiting[1]:
+        raise ValueError("the two engines take chunks of different sizes: give both the same")
 
 
 def _mean(rows: list[tuple[float, ...]]) -> Divergence:
