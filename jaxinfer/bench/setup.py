@@ -58,6 +58,7 @@ def start_variant(bench: BenchEngine, setting: str, progress: Report | None = No
     config, model = dataclasses.replace(bench.config, **{name: parsed}), bench.model
     if name == "quantization":
         model = quantised_model(model, parsed)
+        config = dataclasses.replace(config, quantization=model.quantization)
     return BenchEngine(build_engine(model, config, progress), model, config)
 
 
