@@ -151,7 +151,9 @@ def _runner(
     determinism: Determinism = "off"
     if config.deterministic:
         lengths = (config.max_num_batched_tokens, _max_model_len(model, config))
-        determinism = choose(runner, build, groups, *lengths, model.vocab_size)
+        kind = KINDS.get(config.quantization or NONE)
+        rounds = kind is not None and kind.activations != "as_given"
+        determinism = choose(runner, build, groups, *lengths, model.vocab_size, rounds)
     else:
         sizes = (config.max_num_seqs, config.max_num_batched_tokens, config.page_size, len(groups))
         build(step_shapes(*sizes))

@@ -30,6 +30,12 @@ from jaxinfer.evaluation.evaluate import Thresholds, evaluate
 LENGTHS = (2, 40, 9, 17, 33, 5, 8, 21, 12, 3)  # more texts than pages hold at once
 
 
+@pytest.fixture(autouse=True)
+def logging_stays(monkeypatch):
+    """Commands set up logging for the whole process."""
+    monkeypatch.setattr("jaxinfer_service.cli.console.set_up_logging", lambda level, form: None)
+
+
 def texts() -> list[list[int]]:
     rng = np.random.default_rng(5)
     return [rng.integers(0, VOCAB, length).tolist() for length in LENGTHS]

@@ -151,6 +151,7 @@ def test_all_bits_are_the_same_alone_in_company_after_prefix_hits_and_preemption
     these = [dataclasses.replace(r, max_new_tokens=30) for r in requests(3, 12, shared=40)]
     alone = {r.id: drive(engine_for(QUANTISED), [r])[r.id] for r in these}
     engine = engine_for(QUANTISED)
+    assert engine.scheduler.policy.separate_phases  # a probe could not tell that programs agree
     outputs = drive(engine, these, arrivals=4)
     assert engine.counters.preemptions > 2 and engine.counters.prefix_hits > 100
     same(outputs, alone)

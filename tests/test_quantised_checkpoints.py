@@ -28,6 +28,12 @@ from jaxinfer.params import named_leaves
 from jaxinfer.quantization.kinds import KINDS
 
 
+@pytest.fixture(autouse=True)
+def logging_stays(monkeypatch):
+    """Commands set up logging for the whole process."""
+    monkeypatch.setattr("jaxinfer_service.cli.console.set_up_logging", lambda level, form: None)
+
+
 def leaves(params: Any) -> dict[str, np.ndarray]:
     return {name: np.asarray(array) for name, array in named_leaves(params)}
 
