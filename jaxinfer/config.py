@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxinfer.quantization.kinds import check_name
 from jaxinfer.request import MAX_PRIORITY
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -241,6 +242,8 @@ class EngineConfig:
             prompt tokens in a step is chosen; None: as large as max_num_batched_tokens.
         batch_priority: priorities from this on are the batch class.
         interactive_reserve: fraction of slots and pages that the batch class may not take.
+        quantization: how weights are stored and multiplied: a kind of `quantization.kinds`, none or
+            auto (None: as the checkpoint has them).
         deterministic: a request's logprobs have the same bits whatever runs beside it.
 
     Raises ValueError for a value nothing could be served with.
@@ -267,6 +270,7 @@ class EngineConfig:
     batch_priority: int = 1
     interactive_reserve: float = 0.0
     deterministic: bool = False
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -310,6 +314,7 @@ class EngineConfig:
                     f"tenant_weights of {tenant!r} is {weight}; it must be from {LEAST_WEIGHT} to "
                     f"{MOST_WEIGHT}"
                 )
+        check_name(self.quantization)
         for name, value in (("dtype", self.dtype), ("kv_dtype", self.kv_dtype or self.dtype)):
             if value not in DTYPES:
                 raise ValueError(f"{name} is {value!r}; choose one of {', '.join(DTYPES)}")

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.base import Experts, Routed
+from jaxinfer.quantization.weight import Quantised
 from jaxinfer.sharding import partition_spec
 from jaxinfer.step_model import StepModel
 from pallas_kernels.dispatch import Body, Device
@@ -41,8 +42,8 @@ def run_experts(
     model: StepModel,
     compute: Experts,
     routed: Routed,
-    gate_up: Float[Array, "E blocks 2 block D"],
-    down: Float[Array, "E D F"],
+    gate_up: Float[Array, "E blocks 2 block D"] | Quantised,
+    down: Float[Array, "E D F"] | Quantised,
     bias: Float[Array, "R blocks 2 block"] | None,
 ) -> Float[Array, "T D"]:
     """`compute` with the body that the step's model was given, on each device for its part."""

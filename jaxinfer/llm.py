@@ -126,9 +126,17 @@ def open_engine(
 
     path = demo_checkpoint(progress) if model == DEMO else model
     placement = param_placement(config)
-    loaded = load_model(path, dtype=dtype, sharding_of=placement, progress=progress, text=text)
+    loaded = load_model(
+        path,
+        dtype=dtype,
+        sharding_of=placement,
+        progress=progress,
+        text=text,
+        quantization=config.quantization,
+    )
     _log_defaults(loaded.generation)
-    return loaded, build_engine(loaded, dataclasses.replace(config, dtype=loaded.dtype), progress)
+    served = dataclasses.replace(config, dtype=loaded.dtype, quantization=loaded.quantization)
+    return loaded, build_engine(loaded, served, progress)
 
 
 def _log_defaults(generation: GenerationDefaults) -> None:

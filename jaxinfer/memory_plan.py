@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,8 +12,11 @@ import psutil
 
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.kv_pool import KVGroup, host_pages_for, kv_groups, pages_for, pages_that_fit
+from jaxinfer.models import family_of
 from jaxinfer.page_transfer import BATCH, MOST_BATCHES
+from jaxinfer.params import named_leaves
 from jaxinfer.platform import allocator_fraction
+from jaxinfer.quantization.kinds import KINDS, NONE
 from jaxinfer.sizes import size_text
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
 from jaxinfer.step_plan import MAX_PIECES, SCORED_ROWS
@@ -91,12 +95,23 @@ def device_memory(device: Device) -> tuple[int, int]:
 def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
     """Bound on a program's temporaries (twice the logits, twice the widest activation, slack) and
     on what goes from one program to the next: logits, with what `forbid` leaves of them, and a
-    chunk's last activations, twice."""
+    chunk's last activations, twice.
+
+    Quantised weights: as many of both as products are made of; where activations are not rounded,
+    the largest matrix in their dtype.
+    """
     rows = config.max_num_seqs + config.max_num_batched_tokens
-    widest = widest_activation(model)
+    widest, products, matrix = widest_activation(model), 1, 0
+    if kind := KINDS.get(config.quantization or NONE):
+        products = kind.products
+        if kind.activations == "as_given":
+            specs = named_leaves(family_of(model.family).param_specs(model))
+            shapes = [spec.shape[spec.axes[0] == "experts" :] for _, spec in specs if spec.inputs]
+            matrix = max(map(math.prod, shapes)) * itemsize
     logits = 4 * model.vocab_size * max(config.max_num_seqs + MAX_PIECES, SCORED_ROWS)
+    values = 2 * products * rows * widest * max(itemsize, 4)
     hidden = 2 * config.max_num_batched_tokens * model.hidden_size * itemsize
-    return 4 * logits + 2 * rows * widest * max(itemsize, 4) + hidden + WORKSPACE_SLACK
+    return (2 + 2 * products) * logits + values + hidden + matrix + WORKSPACE_SLACK
 
 
 def widest_activation(model: ModelConfig, ways: int = 1) -> int:

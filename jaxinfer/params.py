@@ -19,12 +19,17 @@ Tree = Any  # nested dicts and lists whose leaves are ParamSpec or arrays
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One parameter: its shape, logical axes (one name or None a dimension) and init."""
+    """One parameter: its shape, logical axes (one name or None a dimension) and init.
+
+    `inputs` is how many trailing axes products sum over: such a parameter may be quantised. 0: none
+    do, or it has to stay as it is.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: Init = "normal"
     dtype: str | None = None  # None: the model's dtype
+    inputs: int = 0
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
@@ -46,7 +51,12 @@ def map_specs(fn: Callable[[ParamSpec], Any], specs: Tree) -> Tree:
 def named_leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
     """(dotted path, leaf) pairs, e.g. ("layers.3.qkv", ...), in tree order."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_spec):
-        yield ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path), leaf
+        yield ".".join(map(_key, path)), leaf
+
+
+def _key(entry: Any) -> str:
+    """A step of a path: the key of a dict, the place in a list, or the field of a node."""
+    return str(next(getattr(entry, n) for n in ("key", "idx", "name") if hasattr(entry, n)))
 
 
 def map_named_specs(fn: Callable[[str, ParamSpec], Any], specs: Tree) -> Tree:

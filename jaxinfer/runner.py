@@ -185,7 +185,7 @@ class Runner:
         """The least member of the sampler's set that covers every row of the plan, whose decodes
         are in the slots `rows`."""
         ends = [piece.sequence.slot for piece in plan.pieces if piece.last]
-        return VARIANTS[max(self._levels[rows].max(), self._levels[ends].max(initial=0))]
+        return VARIANTS[max(self._levels[rows].max(initial=0), self._levels[ends].max(initial=0))]
 
 
 def sampling_level(params: SamplingParams) -> int:

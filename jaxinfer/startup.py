@@ -20,7 +20,7 @@ from jaxinfer.expert_load import ExpertLoad
 from jaxinfer.experts import choose_experts
 from jaxinfer.host_memory import keep_freed_memory
 from jaxinfer.kv_pool import KVGroup, empty_pools, host_pages_for, kv_groups, pages_for
-from jaxinfer.memory_plan import MemoryPlan, plan_memory
+from jaxinfer.memory_plan import MemoryPlan, plan_memory, workspace_bytes
 from jaxinfer.models import family_of
 from jaxinfer.page_transfer import PageTransfer
 from jaxinfer.params import ParamSpec
@@ -34,6 +34,9 @@ from jaxinfer.programs import (
     program_set,
     step_shapes,
 )
+from jaxinfer.quantization.kinds import KINDS, NONE
+from jaxinfer.quantization.savings import Savings, savings, weights_on_one
+from jaxinfer.quantization.weight import specs_of
 from jaxinfer.runner import Runner
 from jaxinfer.scheduler import Scheduler
 from jaxinfer.sharding import (
@@ -104,13 +107,17 @@ def build_engine(
     history = empty_history(config.max_num_seqs, served.vocab_size)
     params, device = model.params, jax.devices()[0]
     if mesh is not None:
-        placement = param_shardings(family_of(served.family).param_specs(served), mesh)
+        specs = specs_of(params, family_of(served.family).param_specs(served))
+        placement = param_shardings(specs, mesh)
         params = jax.device_put(params, placement)  # moves nothing that was loaded in place
         slots, options, history = jax.device_put((slots, options, history), replicated(mesh))
     weights, kept = _bytes_on_one(params), _bytes_on_one((slots, options, history))
     memory, groups = plan_memory(served, config, max_model_len, weights, kept, device)
     for line in memory.lines(groups, max_model_len):
         logger.info(line)
+    if config.quantization in KINDS:
+        for line in _savings(served, config, mesh, memory, groups, max_model_len).lines():
+            logger.info(line)
     pool_place = None
     if mesh is not None:
         pool_place = pool_sharding(groups[0].layer_shape, mesh, groups[0].axes)
@@ -151,7 +158,9 @@ def _runner(
     determinism: Determinism = "off"
     if config.deterministic:
         lengths = (config.max_num_batched_tokens, _max_model_len(model, config))
-        determinism = choose(runner, build, groups, *lengths, model.vocab_size)
+        kind = KINDS.get(config.quantization or NONE)
+        rounds = kind is not None and kind.activations != "as_given"
+        determinism = choose(runner, build, groups, *lengths, model.vocab_size, rounds)
     else:
         sizes = (config.max_num_seqs, config.max_num_batched_tokens, config.page_size, len(groups))
         build(step_shapes(*sizes))
@@ -210,6 +219,23 @@ def _builder(
             keep_freed_memory()
 
     return build
+
+
+def _savings(
+    model: ModelConfig,
+    config: EngineConfig,
+    mesh: Mesh | None,
+    memory: MemoryPlan,
+    groups: tuple[KVGroup, ...],
+    max_model_len: int,
+) -> Savings:
+    """What the weights' kind buys."""
+    assert config.quantization is not None
+    specs = family_of(model.family).param_specs(model)
+    plain = dataclasses.replace(config, quantization=NONE)
+    workspace = workspace_bytes(model, plain, jax.numpy.dtype(config.dtype).itemsize)
+    weights = weights_on_one(specs, config.dtype, mesh)
+    return savings(config.quantization, memory, groups, max_model_len, weights, workspace)
 
 
 def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:

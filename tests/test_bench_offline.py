@@ -166,6 +166,7 @@ def test_steps_of_the_fake_model_take_the_arguments_of_a_real_one():
         (("steps",), "--fake-model"),
         (("steps", "a-model", "--fake-layers", "3"), "--fake-layers"),
         (("steps", "--fake-model", "--dtype", "bfloat16"), "--dtype"),
+        (("steps", "--fake-model", "--quantization", "w8a8"), "--quantization"),
         (("throughput", "/does/not/exist"), "does not exist"),
         (("throughput", "demo", "--dataset", "sharegpt", "--input-len", "5"), "draws its own"),
         (("serve", "--goodput", "ttft"), "METRIC:MILLISECONDS"),

@@ -121,7 +121,7 @@ def test_the_options_of_serve_reach_the_engine(monkeypatch):
         "--tensor-parallel-size": 2, "--max-queued-requests": 5, "--max-queued-tokens": "6k",
         "--kv-watermark": 0.25, "--kv-offload-gib": 1.5, "--priority-ageing": 8,
         "--tpot-target-ms": 50, "--batch-priority": 3, "--interactive-reserve": 0.5,
-        "--tenant-weight": "a=b=2",
+        "--tenant-weight": "a=b=2", "--quantization": "w8a8",
     }  # fmt: skip
     flat = [str(part) for pair in args.items() for part in pair]
     more = ("--served-model-name", "m", "--no-overlap", "--no-prefix-cache", "--deterministic")
@@ -149,6 +149,7 @@ def test_the_options_of_serve_reach_the_engine(monkeypatch):
         batch_priority=3,
         interactive_reserve=0.5,
         deterministic=True,
+        quantization="w8a8",
     )
     changed = dataclasses.asdict(source.engine).items() - dataclasses.asdict(EngineConfig()).items()
     assert {"dtype"} == {f.name for f in dataclasses.fields(EngineConfig)} - dict(changed).keys()

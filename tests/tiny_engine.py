@@ -22,6 +22,7 @@ from jaxinfer.kv_pool import kv_groups
 from jaxinfer.models import family_of
 from jaxinfer.page_transfer import PageTransfer
 from jaxinfer.params import init_params
+from jaxinfer.quantization.quantise import quantise_params
 from jaxinfer.request import (
     Abort,
     FinishReason,
@@ -59,6 +60,7 @@ class Setup:
     differs: bool = False  # some programs disagree: determinism is "fixed"
     host_pages: int = 0  # of preempted sequences
     prefix_cache: bool = True
+    quantization: str = "none"
 
     def config(self, overlap: bool = True) -> EngineConfig:
         page_bytes = kv_groups(TINY, 1, self.page_size, self.kv_dtype or self.dtype)[0].page_bytes
@@ -74,19 +76,24 @@ class Setup:
             deterministic=self.deterministic,
             kv_offload_bytes=self.host_pages * page_bytes,
             prefix_cache=self.prefix_cache,
+            quantization=self.quantization,
         )
 
 
 @functools.cache
-def tiny_params(dtype: str = "float32"):
-    return init_params(family_of("llama").param_specs(TINY), dtype, seed=3)
+def tiny_params(dtype: str = "float32", quantization: str = "none"):
+    specs = family_of("llama").param_specs(TINY)
+    params = init_params(specs, dtype, seed=3)
+    return quantise_params(params, specs, quantization, dtype)
 
 
 @functools.cache
 def built(setup: Setup) -> Engine:
     """The engine as a start gives it. Do not run it: `engine_for` gives engines to run."""
     model = types.SimpleNamespace(
-        config=TINY, params=tiny_params(setup.dtype), tokenizer=byte_tokenizer()
+        config=TINY,
+        params=tiny_params(setup.dtype, setup.quantization),
+        tokenizer=byte_tokenizer(),
     )
     with pytest.MonkeyPatch.context() as patch:
         if setup.attention:

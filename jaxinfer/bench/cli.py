@@ -164,8 +164,9 @@ def steps(
         raise typer.BadParameter("name a MODEL, or give --fake-model instead of one")
     if fake_layers is not None and not fake_model:
         raise typer.BadParameter("--fake-layers is for --fake-model; leave it out")
-    if engine.dtype is not None and fake_model:
-        raise typer.BadParameter("--dtype is for a MODEL: the fake one computes nothing")
+    for option, value in (("--dtype", engine.dtype), ("--quantization", engine.quantization)):
+        if value is not None and fake_model:
+            raise typer.BadParameter(f"{option} is for a MODEL: the fake one computes nothing")
     slots = concurrency or (256 if fake_model else 32)
     bench = engine.start(model, fake_layers or 32, max_num_seqs=slots, prefix_cache=prefix_cache)
     count = num_prompts or slots

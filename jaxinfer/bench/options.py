@@ -12,6 +12,7 @@ import typer
 
 from jaxinfer.bench import report
 from jaxinfer.bench.workload import DATASETS, Dataset
+from jaxinfer.quantization.kinds import KINDS
 
 Model = Annotated[
     str, typer.Argument(help="An Orbax or Hugging Face folder, a .gguf file, or `demo`.")
@@ -57,6 +58,10 @@ class EngineOptions:
     dtype: Annotated[
         str | None, typer.Option(help="Weights and activations; default: as stored.")
     ] = None
+    quantization: Annotated[
+        str | None,
+        typer.Option(help=f"Of weights: {', '.join(KINDS)}; default: as stored."),
+    ] = None
     max_model_len: Annotated[
         int | None,
         typer.Option(help="Prompt + output tokens of one sequence; default: the model's."),
@@ -84,6 +89,7 @@ class EngineOptions:
                     max_num_batched_tokens=self.max_num_batched_tokens,
                     page_size=self.page_size,
                     kv_pool_bytes=self.kv_cache_memory,
+                    quantization=self.quantization,
                     **config,
                 )
                 if model is None:

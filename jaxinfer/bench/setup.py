@@ -12,6 +12,7 @@ from jaxinfer.checkpoints import LoadedModel
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
 from jaxinfer.llm import open_engine
+from jaxinfer.quantization.quantise import quantised_model
 from jaxinfer.startup import build_engine
 
 
@@ -54,8 +55,11 @@ def start_variant(bench: BenchEngine, setting: str, progress: Report | None = No
         parsed = json.loads(value)
     except json.JSONDecodeError:
         parsed = value
-    config = dataclasses.replace(bench.config, **{name: parsed})
-    return BenchEngine(build_engine(bench.model, config, progress), bench.model, config)
+    config, model = dataclasses.replace(bench.config, **{name: parsed}), bench.model
+    if name == "quantization":
+        model = quantised_model(model, parsed)
+        config = dataclasses.replace(config, quantization=model.quantization)
+    return BenchEngine(build_engine(model, config, progress), model, config)
 
 
 def start_fake(layers: int, config: EngineConfig, progress: Report | None = None) -> BenchEngine:

@@ -2,7 +2,12 @@
 
 from jaxinfer.checkpoints.convert import convert
 from jaxinfer.checkpoints.errors import CheckpointError
-from jaxinfer.checkpoints.inspection import CheckpointInfo, describe, inspect_checkpoint
+from jaxinfer.checkpoints.inspection import (
+    CheckpointInfo,
+    describe,
+    inspect_checkpoint,
+    tensor_table,
+)
 from jaxinfer.checkpoints.load import LoadedModel, load_model, resolve_model
 
 __all__ = [
@@ -14,4 +19,5 @@ __all__ = [
     "inspect_checkpoint",
     "load_model",
     "resolve_model",
+    "tensor_table",
 ]

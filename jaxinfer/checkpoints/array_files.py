@@ -36,8 +36,8 @@ def read_arrays(
     folder: Path,
     files: Files,
     tensors: Mapping[str, tuple[tuple[int, ...], str]],
-    place: Callable[[str, np.ndarray], jax.Array],
-) -> dict[str, jax.Array]:
+    place: Callable[[str, np.ndarray], Any],
+) -> dict[str, Any]:
     """`place(name, array)` of every tensor (name -> shape, dtype), several at once.
 
     All files are compared with their checksums; those of sizes are not looked at again. Raises
@@ -47,7 +47,7 @@ def read_arrays(
     order = sorted(tensors, key=lambda name: -sizes[name])  # large ones last would end alone
     budget = _Budget(max([_IN_FLIGHT, *sizes.values()]))
 
-    def read(name: str) -> jax.Array:
+    def read(name: str) -> Any:
         with budget.of(sizes[name]):
             array = _read_array(folder, files, name, *tensors[name])
             return jax.block_until_ready(place(name, array))

@@ -6,14 +6,20 @@ import os
 import shutil
 from pathlib import Path
 
+import jax
+import numpy as np
+
 from jaxinfer.checkpoints import orbax_io
 from jaxinfer.checkpoints.errors import CheckpointError
-from jaxinfer.checkpoints.load import check_dtype, open_source, resolve_model
+from jaxinfer.checkpoints.load import check_dtype, chosen_kind, open_source, resolve_model
 from jaxinfer.checkpoints.source import Progress, load_params
 from jaxinfer.generation import TextOptions
 from jaxinfer.models import family_of
-from jaxinfer.params import named_leaves, param_bytes
+from jaxinfer.params import ParamSpec, named_leaves, param_bytes
 from jaxinfer.paths import exists
+from jaxinfer.quantization.kinds import NONE
+from jaxinfer.quantization.quantise import quantise
+from jaxinfer.quantization.weight import quantised_specs
 
 
 def convert(
@@ -24,12 +30,14 @@ def convert(
     config_file: str | Path | None = None,
     *,
     text: TextOptions | None = None,
+    quantization: str | None = None,
 ) -> Path:
     """Convert any checkpoint to our Orbax folder at `dst`, a new path, parameter by parameter.
 
     `dtype` None keeps the source's (quantised GGUF: float32); `config_file` is the config.json of
     an Orbax checkpoint of another project that has none beside it. A chat template in `text` takes
-    the place of the source's. Raises CheckpointError.
+    the place of the source's; `quantization` is the kind to write weights in, or auto. Raises
+    CheckpointError.
     """
     src, dst = resolve_model(src), Path(dst).expanduser()
     if orbax_io.is_orbax_folder(src):
@@ -39,12 +47,19 @@ def convert(
     source = open_source(src, config_file)
     tokenizer = (text or TextOptions()).tokenizer(source.require_tokenizer())
     kind = check_dtype(dtype or source.dtype)
-    specs = family_of(source.config.family).param_specs(source.config)
+    quantization = chosen_kind(quantization, NONE, "cpu")  # a file is not bound to a device
+    plain = family_of(source.config.family).param_specs(source.config)
+    specs = quantised_specs(plain, quantization, kind)
     _check_space(dst, param_bytes(specs, kind))
     names = (name for name, _ in named_leaves(specs))  # in the order they are loaded
-    args = (source.config, kind, tokenizer, source.description)
+    args = (source.config, kind, tokenizer, source.description, quantization)
     with orbax_io.writing(dst, *args) as write:
-        load_params(source, kind, lambda array, spec: write(next(names), array), progress)
+
+        def place(array: np.ndarray, spec: ParamSpec) -> None:
+            for part in jax.tree.leaves(quantise(array, spec, quantization, kind)):
+                write(next(names), part)
+
+        load_params(source, kind, place, progress)
         if progress:
             progress("writing checkpoint", 0, 1)
     if progress:

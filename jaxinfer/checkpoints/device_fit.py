@@ -6,12 +6,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.kv_pool import KVGroup, pages_for
-from jaxinfer.memory_plan import MemoryPlan, MemoryPlanError, plan_memory, state_bytes
+from jaxinfer.memory_plan import (
+    MemoryPlan,
+    MemoryPlanError,
+    plan_memory,
+    state_bytes,
+    workspace_bytes,
+)
 from jaxinfer.models import family_of
 from jaxinfer.params import param_bytes
 from jaxinfer.platform import allocator_fraction
+from jaxinfer.quantization.kinds import NONE
+from jaxinfer.quantization.savings import Savings, savings
+from jaxinfer.quantization.weight import quantised_specs
 from jaxinfer.sizes import size_text
 
 NOT_KNOWN = (
@@ -43,10 +54,13 @@ class DeviceFit:
     plan: MemoryPlan | None = None
     groups: tuple[KVGroup, ...] = ()
     problem: str = ""
+    quantization: str = NONE
+    saved: Savings | None = None  # by quantised weights
 
     @property
     def title(self) -> str:
-        return f"on {size_text(self.size).replace('.00 ', ' ')}, {self.dtype}"
+        kind = "" if self.quantization == NONE else f", {self.quantization}"
+        return f"on {size_text(self.size).replace('.00 ', ' ')}, {self.dtype}{kind}"
 
     def lines(self) -> Iterator[str]:
         """In words."""
@@ -57,6 +71,8 @@ class DeviceFit:
         if self.problem:
             yield f"with --max-model-len {self.max_model_len}:"
         yield from self.plan.lines(self.groups, self.max_model_len)[1:]
+        if self.saved is not None:
+            yield from self.saved.lines()
         page = sum(group.page_bytes for group in self.groups)
         if self.free > page * pages_for(self.max_model_len, self.groups[0].page_size):
             yield f"{size_text(self.free)} stay free, for more sequences (--max-num-seqs)"
@@ -83,6 +99,7 @@ class DeviceFit:
             "workspace_bytes": p.workspace_bytes,
             "pool_bytes": p.pool_bytes,
             "free_bytes": self.free,
+            "savings": self.saved and self.saved.to_json(),
             "kv_pools": [
                 {"window": g.window, "layers": len(g.layers), "tokens": g.capacity}
                 for g in self.groups
@@ -90,18 +107,30 @@ class DeviceFit:
         }
 
 
-def device_fit(model: ModelConfig, dtype: str, size: int) -> DeviceFit:
-    """What would fit on a device of `size` bytes: at the model's full length, or else at the
-    longest that fits."""
-    config = EngineConfig(dtype=dtype)
-    weights = param_bytes(family_of(model.family).param_specs(model), dtype)
+def device_fit(model: ModelConfig, dtype: str, size: int, quantization: str = NONE) -> DeviceFit:
+    """What would fit on a device of `size` bytes, with weights in a kind: at the model's full
+    length, or else at the longest that fits."""
+    config = EngineConfig(dtype=dtype, quantization=quantization)
+    specs = family_of(model.family).param_specs(model)
+    weights = param_bytes(quantised_specs(specs, quantization, dtype), dtype)
+
+    def fit(
+        length: int, plan: MemoryPlan | None = None, groups: tuple[KVGroup, ...] = ()
+    ) -> DeviceFit:
+        saved = None
+        if plan is not None and quantization != NONE:
+            plain = param_bytes(specs, dtype)
+            workspace = workspace_bytes(model, EngineConfig(), jnp.dtype(dtype).itemsize)
+            saved = savings(quantization, plan, groups, length, plain, workspace)
+        return DeviceFit(size, dtype, length, plan, groups, problem, quantization, saved)
 
     def plan(length: int) -> tuple[MemoryPlan, tuple[KVGroup, ...]]:
         kept = state_bytes(model, config, length)
         return plan_memory(model, config, length, weights, kept, AbsentDevice(size))
 
+    problem = ""
     try:
-        return DeviceFit(size, dtype, model.max_position, *plan(model.max_position))
+        return fit(model.max_position, *plan(model.max_position))
     except MemoryPlanError as error:
         problem = f"does not fit: {error}"
     pages, too_many = 0, pages_for(model.max_position, config.page_size)
@@ -113,9 +142,9 @@ def device_fit(model: ModelConfig, dtype: str, size: int) -> DeviceFit:
         except MemoryPlanError:
             too_many = middle
     if not pages:
-        return DeviceFit(size, dtype, 0, problem=problem)
+        return fit(0)
     length = pages * config.page_size
-    return DeviceFit(size, dtype, length, *plan(length), problem=problem)
+    return fit(length, *plan(length))
 
 
 def not_known() -> str:

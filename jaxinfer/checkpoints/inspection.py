@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,24 @@ from rich.table import Table
 from jaxinfer.checkpoints import orbax_io
 from jaxinfer.checkpoints.device_fit import device_fit, not_known
 from jaxinfer.checkpoints.errors import CheckpointError
-from jaxinfer.checkpoints.load import open_model_folder, open_source, resolve_model
+from jaxinfer.checkpoints.load import (
+    chosen_kind,
+    open_model_folder,
+    open_source,
+    resolve_model,
+)
 from jaxinfer.checkpoints.source import check_inventory
 from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.generation import sampling_defaults
 from jaxinfer.kv_pool import kv_groups
 from jaxinfer.models import family_of
 from jaxinfer.params import named_leaves, param_bytes
+from jaxinfer.quantization.kinds import KINDS, NONE
+from jaxinfer.quantization.weight import quantised_specs
 from jaxinfer.sizes import size_text
 from jaxinfer.tokenizer import Tokenizer
+
+Tensor = tuple[tuple[int, ...], str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +47,8 @@ class CheckpointInfo:
         eos_ids / tokenizer_size / chat_template: of the tokenizer.
         generation: defaults of requests, and what is stated but not honoured, in words.
         missing: what it lacks for being served, "" when nothing.
+        quantization: the kind that its weights are stored in, or that they would be served in.
+        tensors: name -> (shape, as what it is stored, bytes).
     """
 
     description: str
@@ -50,6 +61,8 @@ class CheckpointInfo:
     chat_template: bool
     generation: str
     missing: str = ""
+    quantization: str = NONE
+    tensors: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def stored_bytes(self) -> int:
@@ -57,7 +70,8 @@ class CheckpointInfo:
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the parameters in memory."""
-        return param_bytes(family_of(self.config.family).param_specs(self.config), dtype)
+        specs = family_of(self.config.family).param_specs(self.config)
+        return param_bytes(quantised_specs(specs, self.quantization, dtype), dtype)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes one token takes in the KV pool: a key and a value of every layer and KV head, or
@@ -65,45 +79,63 @@ class CheckpointInfo:
         return sum(group.page_bytes for group in kv_groups(self.config, 1, 1, dtype))
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {
+        fields = dataclasses.asdict(self)
+        fields["tensors"] = {
+            name: {"shape": shape, "stored": stored, "bytes": size}
+            for name, (shape, stored, size) in self.tensors.items()
+        }
+        return fields | {
             "kv_bytes_per_token": self.kv_bytes_per_token(self.dtype),
             "weight_bytes": self.weight_bytes(self.dtype),
         }
 
 
-def inspect_checkpoint(path: str | Path, config_file: str | Path | None = None) -> CheckpointInfo:
-    """The facts of any checkpoint `load_model` takes; `config_file` as in `convert`.
+def inspect_checkpoint(
+    path: str | Path,
+    config_file: str | Path | None = None,
+    quantization: str | None = None,
+) -> CheckpointInfo:
+    """The facts of any checkpoint `load_model` takes; `config_file` as in `convert`, and
+    `quantization` the kind that it would be served in (None: as it is stored).
 
     Raises CheckpointError when headers show that it could not be loaded, but for a tokenizer that
     is missing: the rest is of interest without.
     """
     path = resolve_model(path)
-    stored: dict[str, int] = {}
     if orbax_io.is_orbax_folder(path):
         if config_file is not None:
             raise CheckpointError(f"{path} has a config of its own; leave out {config_file}")
         manifest, tokenizer = open_model_folder(path)
         orbax_io.check(path, manifest)
-        for shape, kind in manifest.tensors.values():
-            stored[kind] = stored.get(kind, 0) + math.prod(shape) * jnp.dtype(kind).itemsize
+        tensors: dict[str, Tensor] = {
+            name: (shape, kind, math.prod(shape) * jnp.dtype(kind).itemsize)
+            for name, (shape, kind) in manifest.tensors.items()
+        }
         description = f"Orbax checkpoint {path}, from {manifest.source}"
-        return _info(description, manifest.config, stored, manifest.dtype, tokenizer)
+        info = _info(description, manifest.config, tensors, manifest.dtype, tokenizer)
+        chosen = chosen_kind(quantization, manifest.quantization, "cpu")
+        return dataclasses.replace(info, quantization=chosen)
     source = open_source(path, config_file)
     check_inventory(source)
-    for name in source.tensors.shapes:
-        kind, size = source.tensors.storage(name)
-        stored[kind] = stored.get(kind, 0) + size
-    info = _info(source.description, source.config, stored, source.dtype, source.tokenizer)
-    return dataclasses.replace(info, missing=source.no_tokenizer)
+    tensors = {
+        name: (shape, *source.tensors.storage(name))
+        for name, shape in source.tensors.shapes.items()
+    }
+    info = _info(source.description, source.config, tensors, source.dtype, source.tokenizer)
+    chosen = chosen_kind(quantization, NONE, "cpu")
+    return dataclasses.replace(info, missing=source.no_tokenizer, quantization=chosen)
 
 
 def _info(
     description: str,
     config: ModelConfig,
-    stored: dict[str, int],
+    tensors: dict[str, Tensor],
     dtype: str,
     tokenizer: Tokenizer | None,
 ) -> CheckpointInfo:
+    stored: dict[str, int] = {}
+    for _, kind, size in tensors.values():
+        stored[kind] = stored.get(kind, 0) + size
     specs = family_of(config.family).param_specs(config)
     return CheckpointInfo(
         description=description,
@@ -115,6 +147,7 @@ def _info(
         eos_ids=tokenizer.eos_ids if tokenizer else (),
         chat_template=tokenizer is not None and tokenizer.has_chat_template,
         generation=_generation(tokenizer) if tokenizer else "none",
+        tensors=tensors,
     )
 
 
@@ -145,6 +178,7 @@ def describe(info: CheckpointInfo, device_bytes: int | None = None) -> Table:
         ("head of the vocabulary", "tied to the embedding" if c.tie_embeddings else "its own"),
         ("stored", f"{size_text(info.stored_bytes)}: {stored}"),
         ("served in", f"{info.dtype}: {size_text(info.weight_bytes(info.dtype))} of weights"),
+        *_quantised(info),
         ("KV per token", size_text(info.kv_bytes_per_token(info.dtype))),
         ("context length", f"{c.max_position:,} tokens"),
         *_attention(c),
@@ -158,11 +192,35 @@ def describe(info: CheckpointInfo, device_bytes: int | None = None) -> Table:
     for row in rows:
         table.add_row(*row)
     if device_bytes is not None:
-        for dtype in dict.fromkeys((info.dtype, "bfloat16")):
-            fit = device_fit(c, dtype, device_bytes)
+        ways = [(dtype, NONE) for dtype in (info.dtype, "bfloat16")]
+        for dtype, kind in dict.fromkeys([*ways, (info.dtype, info.quantization)]):
+            fit = device_fit(c, dtype, device_bytes, kind)
             table.add_row(fit.title, "\n".join(fit.lines()))
         table.add_row("", not_known())
     return table
+
+
+def tensor_table(info: CheckpointInfo) -> Table:
+    """Every tensor: its shape, as what it is stored, and its bytes."""
+    table = Table("tensor", "shape", "stored as", "bytes", title=info.description)
+    for name, (shape, stored, size) in info.tensors.items():
+        table.add_row(name, " x ".join(map(str, shape)), stored, f"{size:,}")
+    return table
+
+
+def _quantised(info: CheckpointInfo) -> Iterator[tuple[str, str]]:
+    """Which parameters are rounded, and which stay as they are."""
+    if info.quantization == NONE:
+        return
+    specs = family_of(info.config.family).param_specs(info.config)
+    rounded, kept = Counter[str](), Counter[str]()
+    for name, spec in named_leaves(specs):
+        (rounded if spec.inputs else kept)[name.rpartition(".")[2]] += 1
+    text = {way: ", ".join(f"{n} {count}" for n, count in names.items())
+            for way, names in (("rounded", rounded), ("kept", kept))}  # fmt: skip
+    yield "quantization", f"{info.quantization}: {KINDS[info.quantization].what}"
+    yield "", f"{sum(rounded.values())} parameters: {text['rounded']}"
+    yield "", f"{sum(kept.values())} as they are: {text['kept']}"
 
 
 def _attention(config: ModelConfig) -> Iterator[tuple[str, str]]:

@@ -28,6 +28,8 @@ from jaxinfer.config import DTYPES, ModelConfig
 from jaxinfer.generation import GenerationDefaults, TextOptions
 from jaxinfer.params import ParamSpec, Tree, named_leaves
 from jaxinfer.paths import exists
+from jaxinfer.quantization.kinds import NONE, choose
+from jaxinfer.quantization.quantise import placing
 from jaxinfer.tokenizer import Tokenizer
 
 
@@ -41,6 +43,7 @@ class LoadedModel:
     generation: GenerationDefaults
     dtype: str
     description: str
+    quantization: str = NONE
 
 
 def resolve_model(name_or_path: str | Path) -> Path:
@@ -97,26 +100,36 @@ def load_model(
     sharding_of: Callable[[ParamSpec], Any] | None = None,
     progress: Progress | None = None,
     text: TextOptions | None = None,
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Load a checkpoint of any known kind (`resolve_model`), or raise CheckpointError.
 
     `text` is what takes the place of the checkpoint's own chat template and generation defaults.
     `dtype` is what weights and activations are in (None: as stored; quantised GGUF: float32).
     `sharding_of` says where each parameter lies (None: all on the first device).
+    `quantization` is one of `quantization.kinds`, or none, or auto (None: as stored).
     """
     path = resolve_model(path)
     if sharding_of is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         sharding_of = lambda spec: sharding  # noqa: E731
     if orbax_io.is_orbax_folder(path):
-        return _load_orbax(path, dtype, sharding_of, progress, text or TextOptions())
+        return _load_orbax(path, dtype, sharding_of, progress, text or TextOptions(), quantization)
+    quantization = chosen_kind(quantization, NONE, jax.devices()[0].platform)
     source = open_source(path)
     tokenizer, generation = _text_of(path, source.require_tokenizer(), text or TextOptions())
     kind = check_dtype(dtype or source.dtype)
-    params = load_params(
-        source, kind, lambda array, spec: jax.device_put(array, sharding_of(spec)), progress
-    )
-    return LoadedModel(source.config, params, tokenizer, generation, kind, source.description)
+    params = load_params(source, kind, placing(quantization, kind, sharding_of), progress)
+    described = source.description
+    return LoadedModel(source.config, params, tokenizer, generation, kind, described, quantization)
+
+
+def chosen_kind(asked: str | None, stored: str, platform: str) -> str:
+    """The kind to have weights in; see `choose`. Raises CheckpointError."""
+    try:
+        return choose(asked, stored, platform)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def _text_of(
@@ -146,13 +159,15 @@ def _load_orbax(
     sharding_of: Callable[[ParamSpec], Any],
     progress: Progress | None,
     text: TextOptions,
+    quantization: str | None,
 ) -> LoadedModel:
     manifest, tokenizer = open_model_folder(path)
+    quantization = chosen_kind(quantization, manifest.quantization, jax.devices()[0].platform)
     tokenizer, generation = _text_of(path, tokenizer, text)
     kind = check_dtype(dtype or manifest.dtype)
     if progress:
         progress("restoring parameters", 0, 1)
-    params = orbax_io.restore(path, manifest, kind, sharding_of)
+    params = orbax_io.restore(path, manifest, kind, sharding_of, quantization)
     if jnp.finfo(kind).max < jnp.finfo(manifest.dtype).max:
         for name, array in named_leaves(params):
             if not _all_finite(array):
@@ -160,7 +175,9 @@ def _load_orbax(
     if progress:
         progress("restoring parameters", 1, 1)
     description = f"Orbax checkpoint {path}"
-    return LoadedModel(manifest.config, params, tokenizer, generation, kind, description)
+    return LoadedModel(
+        manifest.config, params, tokenizer, generation, kind, description, quantization
+    )
 
 
 def _all_finite(array: jax.Array) -> bool:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxinfer.checkpoints.array_files import read_arrays, write_array
@@ -35,6 +34,9 @@ from jaxinfer.json_files import parse_object
 from jaxinfer.models import family_of
 from jaxinfer.models.hf_config import check_sizes
 from jaxinfer.params import ParamSpec, Tree, map_named_specs, map_specs, named_leaves
+from jaxinfer.quantization.kinds import KINDS, NONE
+from jaxinfer.quantization.quantise import placing
+from jaxinfer.quantization.weight import Quantised, quantised_specs
 from jaxinfer.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
@@ -44,6 +46,7 @@ _RULES = {  # of the manifest's fields
     "config": SETTINGS,
     "dtype": one_of(*DTYPES),
     "source": TEXT,
+    "quantization": one_of(NONE, *KINDS),
     "tensors": SETTINGS,
     "files": SETTINGS,
 }
@@ -54,8 +57,9 @@ class Manifest:
     """What jaxinfer.json says.
 
     Attributes:
-        dtype: what the parameters are stored in.
+        dtype: what the parameters are stored in, but for quantised ones.
         source: what the checkpoint was converted from.
+        quantization: the kind of its weights (`quantization.kinds`), or none.
         tensors: path in the tree -> [shape, dtype].
         files: path under params/ -> [bytes, CRC-32].
     """
@@ -63,6 +67,7 @@ class Manifest:
     config: ModelConfig
     dtype: str
     source: str
+    quantization: str
     tensors: dict[str, tuple[tuple[int, ...], str]]
     files: dict[str, tuple[int, int]]
 
@@ -77,17 +82,28 @@ def is_unfinished(path: Path) -> bool:
 
 
 def save(
-    path: Path, params: Tree, config: ModelConfig, dtype: str, tokenizer: Tokenizer, source: str
+    path: Path,
+    params: Tree,
+    config: ModelConfig,
+    dtype: str,
+    tokenizer: Tokenizer,
+    source: str,
+    quantization: str = NONE,
 ) -> None:
     """Write a checkpoint folder at `path` of parameters that are in memory (see `writing`)."""
-    with writing(path, config, dtype, tokenizer, source) as write:
+    with writing(path, config, dtype, tokenizer, source, quantization) as write:
         for name, array in named_leaves(params):
             write(name, np.asarray(array))
 
 
 @contextmanager
 def writing(
-    path: Path, config: ModelConfig, dtype: str, tokenizer: Tokenizer, source: str
+    path: Path,
+    config: ModelConfig,
+    dtype: str,
+    tokenizer: Tokenizer,
+    source: str,
+    quantization: str = NONE,
 ) -> Iterator[Callable[[str, np.ndarray], None]]:
     """A function that writes one parameter of a checkpoint folder at `path`.
 
@@ -110,13 +126,14 @@ def writing(
 
             tokenizer.save(partial / TOKENIZER)
             specs = family_of(config.family).param_specs(config)
-            _save_skeleton(partial / PARAMS, specs, dtype)
+            _save_skeleton(partial / PARAMS, quantised_specs(specs, quantization, dtype), dtype)
             yield write
             manifest = {
                 "format_version": FORMAT_VERSION,
                 "config": config.to_json(),
                 "dtype": dtype,
                 "source": source,
+                "quantization": quantization,
                 "tensors": tensors,
                 "files": files | _inventory(partial / PARAMS, files),
             }
@@ -131,7 +148,7 @@ def read_manifest(path: Path) -> Manifest:
     """jaxinfer.json of a checkpoint folder. Raises CheckpointError naming what is wrong in it."""
     file = path / MANIFEST
     try:
-        data = parse_object(file.read_text("utf-8"))
+        data = {"quantization": NONE} | parse_object(file.read_text("utf-8"))
         for name, rule in _RULES.items():
             rule.check(name, data.get(name))
         if data["format_version"] != FORMAT_VERSION:
@@ -146,6 +163,7 @@ def read_manifest(path: Path) -> Manifest:
             config,
             data["dtype"],
             data["source"],
+            data["quantization"],
             {
                 n: (tuple(shape), np.dtype(kind).name)
                 for n, (shape, kind) in data["tensors"].items()
@@ -161,9 +179,16 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def restore(
-    path: Path, manifest: Manifest, dtype: str, sharding_of: Callable[[ParamSpec], Any]
+    path: Path,
+    manifest: Manifest,
+    dtype: str,
+    sharding_of: Callable[[ParamSpec], Any],
+    quantization: str | None = None,
 ) -> Tree:
     """The parameters in `dtype`, each byte read once and its shards put where they belong.
+
+    `quantization` is the kind to have them in, which must be stored alike if they are stored in
+    one (None: as stored).
 
     Besides the parameters, memory holds what is in flight: at most the largest of them. Raises
     CheckpointError naming the tensors or files that are missing, extra, misshapen, cut short or
@@ -171,12 +196,17 @@ def restore(
     """
     check(path, manifest)
     specs = family_of(manifest.config.family).param_specs(manifest.config)
+    wanted, quantised = quantization or manifest.quantization, manifest.quantization != NONE
+    if quantised:
+        specs = quantised_specs(specs, wanted, dtype)
     spec_of = dict(named_leaves(specs))
+    put = placing(NONE if quantised else wanted, dtype, sharding_of)
 
-    def place(name: str, array: np.ndarray) -> jax.Array:
+    def place(name: str, array: np.ndarray) -> Any:
         spec = spec_of[name]
-        placed = jax.device_put(array, sharding_of(spec))
-        kind = spec.resolve_dtype(dtype)
+        placed, kind = put(array, spec), spec.resolve_dtype(dtype)
+        if isinstance(placed, Quantised):
+            return placed
         return placed if placed.dtype == kind else placed.astype(kind)
 
     arrays = read_arrays(path / PARAMS, manifest.files, manifest.tensors, place)
@@ -194,7 +224,8 @@ def is_current(path: Path) -> bool:
 
 def check(path: Path, manifest: Manifest) -> None:
     """Raise CheckpointError for tensors this version does not expect and files of a wrong size."""
-    specs = family_of(manifest.config.family).param_specs(manifest.config)
+    plain = family_of(manifest.config.family).param_specs(manifest.config)
+    specs = quantised_specs(plain, manifest.quantization, manifest.dtype)
     expected = {name: spec.shape for name, spec in named_leaves(specs)}
     found = {name: shape for name, (shape, _) in manifest.tensors.items()}
     problems = [

@@ -54,6 +54,7 @@ from jaxinfer.models.mla import latent_attention
 from jaxinfer.models.moe import moe
 from jaxinfer.models.rope import rope_tables
 from jaxinfer.params import Tree
+from jaxinfer.quantization.weight import Quantised
 
 
 def embed(
@@ -165,11 +166,10 @@ def _norm_qk(
 
 
 def project_out(
-    attended: Float[Array, "T KV G hd"], weight: Float[Array, "D KV Ghd"]
+    attended: Float[Array, "T KV G hd"], weight: Float[Array, "D KV Ghd"] | Quantised
 ) -> Float[Array, "T D"]:
     """Attention output projection: contracts all heads."""
-    flat = attended.reshape(attended.shape[0], -1)
-    return linear(flat, weight.reshape(weight.shape[0], -1))
+    return linear(attended.reshape(*attended.shape[:2], -1), weight)
 
 
 def mlp(params: Tree, c: ModelConfig, x: Float[Array, "T D"]) -> Float[Array, "T D"]:

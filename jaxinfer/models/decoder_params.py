@@ -21,12 +21,12 @@ NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 def param_specs(c: ModelConfig) -> Tree:
     """Query, key and value rows are fused by key/value head, so one axis shards all three."""
     tree: dict[str, Any] = {
-        "embed": ParamSpec((c.vocab_size, c.hidden_size), ("vocab", "embed")),
+        "embed": ParamSpec((c.vocab_size, c.hidden_size), ("vocab", "embed"), inputs=1),
         "layers": [_layer_specs(c, c.kind(i)) for i in range(c.num_layers)],
         **_norm_specs(c, "final_norm"),
     }
     if not c.tie_embeddings:
-        tree["head"] = ParamSpec((c.vocab_size, c.hidden_size), ("vocab", "embed"))
+        tree["head"] = tree["embed"]
     if c.head_bias:
         tree["head_bias"] = ParamSpec((c.vocab_size,), ("vocab",), "zeros")
     if c.learned_positions:
@@ -57,9 +57,11 @@ def _layer_specs(c: ModelConfig, kind: LayerKind) -> dict[str, ParamSpec]:
 def _attention_specs(c: ModelConfig) -> dict[str, ParamSpec]:
     heads = (c.num_kv_heads, c.group_size + 2, c.head_dim)
     specs = {
-        "qkv": ParamSpec((*heads, c.hidden_size), ("kv_heads", None, None, "embed")),
+        "qkv": ParamSpec((*heads, c.hidden_size), ("kv_heads", None, None, "embed"), inputs=1),
         "o": ParamSpec(
-            (c.hidden_size, c.num_kv_heads, c.group_size * c.head_dim), ("embed", "kv_heads", None)
+            (c.hidden_size, c.num_kv_heads, c.group_size * c.head_dim),
+            ("embed", "kv_heads", None),
+            inputs=2,
         ),
     }
     if c.qkv_bias:
@@ -80,10 +82,11 @@ def _attention_specs(c: ModelConfig) -> dict[str, ParamSpec]:
 
 
 def _mlp_specs(c: ModelConfig) -> dict[str, ParamSpec]:
-    down = ParamSpec((c.hidden_size, c.intermediate_size), ("embed", "mlp"))
+    down = ParamSpec((c.hidden_size, c.intermediate_size), ("embed", "mlp"), inputs=1)
     down_bias = ParamSpec((c.hidden_size,), ("embed",), "zeros")
     if not c.gated:
-        specs = {"up": ParamSpec(down.shape[::-1], ("mlp", "embed")), "down": down}
+        up = ParamSpec(down.shape[::-1], ("mlp", "embed"), inputs=1)
+        specs = {"up": up, "down": down}
         if c.mlp_bias:
             up_bias = ParamSpec((c.intermediate_size,), ("mlp",), "zeros")
             specs |= {"up_bias": up_bias, "down_bias": down_bias}
@@ -91,7 +94,7 @@ def _mlp_specs(c: ModelConfig) -> dict[str, ParamSpec]:
     block = mlp_block(c.intermediate_size)
     shape = (c.intermediate_size // block, 2, block)
     specs = {
-        "gate_up": ParamSpec((*shape, c.hidden_size), ("mlp", None, None, "embed")),
+        "gate_up": ParamSpec((*shape, c.hidden_size), ("mlp", None, None, "embed"), inputs=1),
         "down": down,
     }
     if c.mlp_bias:

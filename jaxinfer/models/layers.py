@@ -12,21 +12,43 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.quantization.weight import Quantised, multiply, rows_of
+
 
 def linear(
-    x: Float[Array, "T K"], weight: Float[Array, "... K"], out_dtype: Any = None
+    x: Float[Array, "T ..."], weight: Float[Array, ...] | Quantised, out_dtype: Any = None
 ) -> Float[Array, "T ..."]:
-    """x @ weight.T over the last axis of both; weights are stored (out..., in).
+    """x @ weight.T over all axes of x but the first; weights are stored (out..., in...).
 
-    The result has the dtype of the operands unless `out_dtype` asks for the sums' own precision.
+    The result has x's dtype unless `out_dtype` asks for the sums' own precision.
 
     That layout is the checkpoint's own, lets a tied head share the embedding, and is the fast
     one for XLA on CPUs. The product is taken over a flat weight: with several output axes XLA
     would transpose and copy the whole weight in every step.
     """
-    flat = weight.reshape(-1, weight.shape[-1])
-    product = lax.dot_general(x, flat, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
-    return product.reshape(x.shape[0], *weight.shape[:-1])
+    outputs = weight.shape[: len(weight.shape) - (x.ndim - 1)]
+    x = x.reshape(x.shape[0], -1)
+    if isinstance(weight, Quantised):
+        product = multiply(x, weight, out_dtype or x.dtype)
+    else:
+        dimensions, flat = (((1,), (1,)), ((), ())), weight.reshape(-1, x.shape[1])
+        product = lax.dot_general(x, flat, dimensions, preferred_element_type=out_dtype)
+    return product.reshape(x.shape[0], *outputs)
+
+
+def linear_of_experts(
+    product: Callable[..., Array],
+    x: Float[Array, "R K"],
+    weight: Float[Array, "E *outputs K"] | Quantised,
+    sizes: Int[Array, " E"],
+) -> Float[Array, "R ..."]:
+    """Rows times the matrices of their experts, by `product`, the `multiply` of `base.Experts`."""
+    count, *outputs = weight.shape[:-1]
+    if isinstance(weight, Quantised):
+        products = [product(x, term, sizes) for term in weight.terms]
+    else:
+        products = [product(x, weight.reshape(count, -1, x.shape[1]), sizes)]
+    return sum(products[1:], start=products[0]).reshape(x.shape[0], *outputs)
 
 
 def linear_by_head(
@@ -125,6 +147,8 @@ def clamped_swiglu(
     return hidden.reshape(gate_up.shape[0], -1)
 
 
-def embed(table: Float[Array, "V D"], tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
+def embed(table: Float[Array, "V D"] | Quantised, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
     """Rows of the embedding table. Token ids are validated at the edge."""
+    if isinstance(table, Quantised):
+        return rows_of(table, tokens)
     return table.at[tokens].get(mode="promise_in_bounds")

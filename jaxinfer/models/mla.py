@@ -26,18 +26,19 @@ LATENT_EPS = 1e-6  # of the latents' norms, whatever the model's own is
 def mla_specs(c: ModelConfig, m: MlaConfig) -> dict[str, ParamSpec]:
     """Parameters of one layer's attention. Heads are sharded, what they share is not."""
     heads, width, by_head = c.num_heads, c.hidden_size, ("heads", None, None)
+    q_shape = (heads, m.nope_dim + m.rope_dim, m.q_rank or width)
     specs = {
-        "q": ParamSpec((heads, m.nope_dim + m.rope_dim, m.q_rank or width), by_head),
-        "kv_a": ParamSpec((m.kv_rank + m.rope_dim, width), (None, "embed")),
+        "q": ParamSpec(q_shape, by_head, inputs=1),
+        "kv_a": ParamSpec((m.kv_rank + m.rope_dim, width), (None, "embed"), inputs=1),
         "kv_a_norm": ParamSpec((m.kv_rank,), (None,), "ones"),
         "k_b": ParamSpec((heads, m.kv_rank, m.nope_dim), by_head),
         "v_b": ParamSpec((heads, m.v_dim, m.kv_rank), by_head),
-        "o": ParamSpec((width, heads, m.v_dim), ("embed", "heads", None)),
+        "o": ParamSpec((width, heads, m.v_dim), ("embed", "heads", None), inputs=2),
     }
     if m.bias:
         specs["kv_a_bias"] = ParamSpec((m.kv_rank + m.rope_dim,), (None,), "zeros")
     if m.q_rank:
-        specs["q_a"] = ParamSpec((m.q_rank, width), (None, "embed"))
+        specs["q_a"] = ParamSpec((m.q_rank, width), (None, "embed"), inputs=1)
         specs["q_a_norm"] = ParamSpec((m.q_rank,), (None,), "ones")
         if m.bias:
             specs["q_a_bias"] = ParamSpec((m.q_rank,), (None,), "zeros")
@@ -97,5 +98,4 @@ def latent_attention(
     keys = jnp.concatenate([latent[:, None], shared_key], axis=-1)
     attended = attend(queries[:, None], keys, None)[:, 0]
     values = linear_by_head(attended, params["v_b"])
-    flat = params["o"].reshape(c.hidden_size, -1)
-    return add_bias(linear(values.reshape(x.shape[0], -1), flat), params.get("o_bias"))
+    return add_bias(linear(values, params["o"]), params.get("o_bias"))

@@ -22,9 +22,11 @@ from jaxinfer.models.layers import (
     clamped_swiglu,
     fuse_gate_up,
     linear,
+    linear_of_experts,
     mlp_block,
 )
 from jaxinfer.params import ParamSpec, Tree
+from jaxinfer.quantization.weight import Quantised
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 Names = tuple[str, tuple[str, str, str]]
@@ -41,9 +43,10 @@ def moe_specs(c: ModelConfig, m: MoeConfig) -> dict[str, ParamSpec]:
         "experts_gate_up": ParamSpec(
             (m.num_experts, m.intermediate_size // block, 2, block, width),
             ("experts", "mlp", None, None, "embed"),
+            inputs=1,
         ),
         "experts_down": ParamSpec(
-            (m.num_experts, width, m.intermediate_size), ("experts", "embed", "mlp")
+            (m.num_experts, width, m.intermediate_size), ("experts", "embed", "mlp"), inputs=1
         ),
     }
     if m.bias:
@@ -51,9 +54,9 @@ def moe_specs(c: ModelConfig, m: MoeConfig) -> dict[str, ParamSpec]:
     if m.shared_size:
         block = mlp_block(m.shared_size)
         specs["shared_gate_up"] = ParamSpec(
-            (m.shared_size // block, 2, block, width), ("mlp", None, None, "embed")
+            (m.shared_size // block, 2, block, width), ("mlp", None, None, "embed"), inputs=1
         )
-        specs["shared_down"] = ParamSpec((width, m.shared_size), ("embed", "mlp"))
+        specs["shared_down"] = ParamSpec((width, m.shared_size), ("embed", "mlp"), inputs=1)
     if m.shared_size and m.shared_gated:
         specs["shared_gate"] = ParamSpec((1, width), (None, "embed"))
     if m.scoring == "sigmoid":
@@ -184,16 +187,15 @@ def _experts(
     m: MoeConfig,
     multiply: Any,
     routed: Routed,
-    gate_up: Float[Array, "E blocks 2 block D"],
-    down: Float[Array, "E D F"],
+    gate_up: Float[Array, "E blocks 2 block D"] | Quantised,
+    down: Float[Array, "E D F"] | Quantised,
     bias: Float[Array, "R blocks 2 block"] | None,
 ) -> Float[Array, "T D"]:
     """Each token's experts, or a device's part of all of them, by their shares."""
     rows, sizes, places, shares = routed
-    flat = gate_up.reshape(gate_up.shape[0], -1, gate_up.shape[-1])
-    halves = multiply(rows, flat, sizes).reshape(rows.shape[0], *gate_up.shape[1:4])
+    halves = linear_of_experts(multiply, rows, gate_up, sizes)
     halves = halves if bias is None else halves + bias
-    outputs = multiply(_activated(c, m, halves), down, sizes)[places]
+    outputs = linear_of_experts(multiply, _activated(c, m, halves), down, sizes)[places]
     outputs = outputs.reshape(*shares.shape, -1)
     return jnp.sum(outputs * shares[:, :, None], axis=1)
 

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels.quantised_matmul.activations import rounded
+from pallas_kernels.quantised_matmul.pairs import pair_product
 from pallas_kernels.quantised_matmul.weight import (
     QuantisedWeight,
     dequantise,
@@ -26,6 +27,9 @@ def quantised_matmul(
     if weight.activations == "as_given":
         return _as_given(x, weight, out_dtype)
     x = x if weight.order is None else x[:, weight.order]
+    if weight.activations == "int8_pair" and weight.groups == 1:
+        scales = scales_by_output(weight)[:, 0]
+        return pair_product(x, integers(weight), scales).astype(out_dtype)
     taken = rounded(x, weight.activations)
     assert taken.scales is not None
     if taken.values.dtype == jnp.int8:

@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from jaxinfer_service import version
 from jaxinfer_service.cli.chat import chat
 from jaxinfer_service.cli.checkpoint import convert, inspect
+from jaxinfer_service.cli.evaluate import evaluate
 from jaxinfer_service.cli.generate import generate
 from jaxinfer_service.cli.keys import make_key
 from jaxinfer_service.cli.options import Command
@@ -43,6 +44,7 @@ app.command(rich_help_panel=_WATCH, cls=Command)(top)
 app.command(rich_help_panel=_CHECKPOINTS, cls=Command)(convert)
 app.command(rich_help_panel=_CHECKPOINTS, cls=Command)(inspect)
 app.command(rich_help_panel=_MEASURE, cls=Command)(plan)
+app.command("eval", rich_help_panel=_MEASURE, cls=Command)(evaluate)
 
 
 class _BenchGroup(TyperGroup):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxinfer_service.cli import console, options, text_options
+from jaxinfer_service.cli import console, engine_options, options, text_options
 from jaxinfer_service.cli.remote import LOCAL
 from jaxinfer_service.command import unwinding
 
@@ -37,6 +37,7 @@ def convert(
     dst: Annotated[str, typer.Argument(metavar="DST", help="The Orbax folder to write.")],
     config: ConfigFile = None,
     dtype: options.Dtype = None,
+    quantization: engine_options.Quantization = None,
     chat_template: text_options.ChatTemplate = None,
     log_level: options.LogLevel = "warning",
     log_format: options.LogFormat = "text",
@@ -62,7 +63,9 @@ def convert(
                     progress(what, done, total)
 
                 kind = options.stored_dtype(dtype)
-                path = convert_checkpoint(src, dst, kind, step, config, text=text)
+                path = convert_checkpoint(
+                    src, dst, kind, step, config, text=text, quantization=quantization
+                )
         except (ValueError, OSError, MemoryError) as error:
             console.fail(error)
         typer.echo(f"{path} is ready: jaxinfer serve {path}")
@@ -87,6 +90,17 @@ def inspect(
         ),
     ] = None,
     config: ConfigFile = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="Sizes as if it were served so, see `jaxinfer serve --help`.",
+            show_default="as stored",
+        ),
+    ] = None,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="Instead: every tensor, and as what it is stored.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
     expert_load: Annotated[
         bool,
@@ -118,22 +132,26 @@ def inspect(
         return
     if path is None or server is not None or over is not None:
         raise typer.BadParameter("give a PATH; or --expert-load, with --server and --over")
-    from jaxinfer.checkpoints import describe, inspect_checkpoint
+    from jaxinfer.checkpoints import describe, inspect_checkpoint, tensor_table
     from jaxinfer.checkpoints.device_fit import device_fit
     from jaxinfer.demo import DEMO, demo_checkpoint
 
     try:
         with console.progress() as progress:
             found = demo_checkpoint(progress) if path == DEMO else path
-            info = inspect_checkpoint(found, config)
+            info = inspect_checkpoint(found, config, quantization)
     except (ValueError, OSError) as error:
         console.fail(error)
     if as_json:
         fields: dict[str, Any] = info.to_json()
+        if not tensors:
+            del fields["tensors"]
         if device_memory is not None:
-            fields["device"] = device_fit(info.config, info.dtype, device_memory).to_json()
+            fields["device"] = device_fit(
+                info.config, info.dtype, device_memory, info.quantization
+            ).to_json()
         typer.echo(json.dumps(fields, indent=1))
         return
     from rich.console import Console
 
-    Console().print(describe(info, device_memory))
+    Console().print(tensor_table(info) if tensors else describe(info, device_memory))

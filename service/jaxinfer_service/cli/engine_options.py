@@ -9,6 +9,7 @@ import typer
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.presets import PRESETS, preset_values
+from jaxinfer.quantization.kinds import AUTO, KINDS, NONE
 from jaxinfer_service.cli.options import given, parse_count, parse_size, stored_dtype
 
 _MEMORY, _ENGINE, _SCHEDULING = "Memory", "Engine", "Scheduling"
@@ -157,6 +158,17 @@ Deterministic = Annotated[
         "--deterministic/--no-deterministic",
         help="The same request has the same logprobs, bit for bit, whatever runs beside it.",
         show_default=engine_default("deterministic"),
+        rich_help_panel=_ENGINE,
+    ),
+]
+Quantization = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND",
+        help="Weights rounded as they are loaded: "
+        + "; ".join(f"{name}: {kind.what}" for name, kind in KINDS.items())
+        + f"; {AUTO}: what is best on the device; {NONE}.",
+        show_default="as stored",
         rich_help_panel=_ENGINE,
     ),
 ]

@@ -74,6 +74,7 @@ def generate(
     choice: rule_options.Choice = None,
     grammar: rule_options.Grammar = None,
     dtype: options.Dtype = None,
+    quantization: engine_options.Quantization = None,
     chat_template: text_options.ChatTemplate = None,
     generation_config: text_options.GenerationConfig = "auto",
     override_generation_config: text_options.OverrideGenerationConfig = None,
@@ -138,6 +139,7 @@ def generate(
         gpu_memory_utilization=gpu_memory_utilization,
         tensor_parallel_size=tensor_parallel_size,
         deterministic=deterministic,
+        quantization=quantization,
         prefix_cache=prefix_cache,
     )
     prompts = [_prompt(text, chat) for text in prompt]

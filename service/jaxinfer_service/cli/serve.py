@@ -123,6 +123,7 @@ def serve(
         ),
     ] = 60.0,
     dtype: options.Dtype = None,
+    quantization: engine_options.Quantization = None,
     chat_template: text_options.ChatTemplate = None,
     generation_config: text_options.GenerationConfig = "auto",
     override_generation_config: text_options.OverrideGenerationConfig = None,
@@ -168,6 +169,7 @@ def serve(
         tensor_parallel_size=tensor_parallel_size,
         overlap=overlap,
         deterministic=deterministic,
+        quantization=quantization,
         kv_cache_memory=kv_cache_memory,
         kv_cache_dtype=kv_cache_dtype,
         gpu_memory_utilization=gpu_memory_utilization,
@@ -264,6 +266,7 @@ def open_model(source: Source) -> OpenedModel:
         config=replace(
             source.engine,
             dtype=loaded.dtype,
+            quantization=loaded.quantization,
             max_num_batched_tokens=engine.scheduler.limits.chunk_tokens,
         ),
         preset=source.preset,

@@ -1,0 +1,103 @@
+"""What an engine's own programs say about given texts, position by position.
+
+A text is computed as one that is being generated: its first tokens as a prompt, the rest row by row
+beside the other texts, each step told what the text's next token really is. So quantised weights,
+pages and whatever else the engine does take part. The engine must be idle; it keeps nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxinfer.engine import Engine
+from jaxinfer.kv_pool import pages_for
+from jaxinfer.programs import smallest_shape
+from jaxinfer.request import Request, SamplingParams
+from jaxinfer.runner import Runner
+from jaxinfer.sequence import Sequence as Running
+from jaxinfer.step_plan import MAX_PIECES, Piece, StepPlan, pack
+
+PROMPT = 8  # tokens that are computed as a prompt, of a text that has as many
+_PARAMS = SamplingParams(temperature=0)
+
+
+def distributions(
+    engine: Engine, texts: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, int, Float[np.ndarray, " V"]]]:
+    """(which text, position, float32 logits of what follows it) from the prompt's last token to the
+    last but one of every text, in the order they are computed.
+
+    Raises ValueError for a text that is too short, or longer than the engine takes.
+    """
+    runner = engine.runner
+    assert isinstance(runner, Runner) and not engine.has_work
+    most = min(engine.limits.max_model_len, engine.limits.kv_tokens)
+    for i, text in enumerate(texts):
+        if not 2 <= len(text) <= most:
+            raise ValueError(f"text {i + 1} has {len(text)} tokens; 2 to {most} can be evaluated")
+    page_size = runner.pools[0][0].shape[2]
+    room = min(pool[0].shape[0] - 1 for pool in runner.pools)
+    start = 0
+    while start < len(texts):
+        batch, pages = [], 1
+        for i in range(start, min(len(texts), start + MAX_PIECES, start + runner.null_slot)):
+            needed = pages_for(len(texts[i]), page_size)
+            if pages + needed > room + 1:
+                break
+            batch.append((i, list(range(pages, pages + needed))))
+            pages += needed
+        yield from _of_batch(runner, texts, batch)
+        start += len(batch)
+
+
+def _of_batch(
+    runner: Runner, texts: Sequence[Sequence[int]], batch: list[tuple[int, list[int]]]
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Of texts side by side, each with a slot and pages of its own."""
+    groups = len(runner.slots.page_tables)
+    longest = max(shape.chunk for shape in runner.programs.forward) // MAX_PIECES
+    lengths = {i: min(PROMPT, longest, len(texts[i]) - 1) for i, _ in batch}
+
+    def running(slot: int, tokens: Sequence[int], pages: list[int]) -> Running:
+        request = Request("evaluated", (), _PARAMS, max_new_tokens=1 << 30, seed=0)
+        return Running(request, tokens=list(tokens), slot=slot, pages=[pages] * groups)
+
+    plan = StepPlan(0)
+    for slot, (i, pages) in enumerate(batch):
+        sequence = running(slot, texts[i][: lengths[i]], pages)
+        plan.pieces.append(Piece(sequence, 0, lengths[i], True))
+    plan.admitted = [piece.sequence for piece in plan.pieces]
+    for (i, _), row in zip(batch, _logits(runner, plan)):
+        yield i, lengths[i] - 1, row
+    step = 0
+    while True:
+        plan, rows = StepPlan(1 + step), []
+        for slot, (i, pages) in enumerate(batch):
+            position = lengths[i] + step
+            if position < len(texts[i]) - 1:
+                plan.decodes.append(running(slot, texts[i][: position + 1], pages))
+                rows.append((i, position))
+        if not rows:
+            break
+        plan.admitted = plan.resumed = plan.decodes
+        for (i, position), row in zip(rows, _logits(runner, plan)):
+            yield i, position, row
+        step += 1
+    runner.admit([running(slot, [0], []) for slot, _ in enumerate(batch)], [])  # all are done
+
+
+def _logits(runner: Runner, plan: StepPlan) -> Float[np.ndarray, "rows V"]:
+    """The step's logits, which the engine itself would sample from: decode rows, then pieces."""
+    runner.admit(plan.admitted, plan.resumed)
+    shapes = tuple(runner.programs.forward)
+    shape = smallest_shape(shapes, len(plan.decodes), plan.chunk_tokens)
+    packed = pack(plan, shape, runner.null_slot)
+    runner.pools, runner.slots, _, logits, _ = runner.programs.forward[shape](
+        runner.params, runner.pools, runner.slots, packed
+    )
+    rows = np.asarray(logits)
+    decodes, pieces = rows[: len(plan.decodes)], rows[shape.rows :][: len(plan.pieces)]
+    return np.concatenate([decodes, pieces])
