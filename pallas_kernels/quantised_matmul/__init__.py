@@ -18,18 +18,21 @@ from pallas_kernels.quantised_matmul.weight import (
 
 def quantised_matmul(
     x: Float[Array, "M K"],
-    weight: QuantisedWeight,
+    weight: QuantisedWeight | Float[Array, "N K"],
     *,
     implementation: Implementation,
     out_dtype: Any = None,
+    splits: int | None = None,
 ) -> Float[Array, "M N"]:
     """x times the transposed matrix that the weight stands for, summed in float32 or int32.
 
     x is rounded as `weight.activations` says. The result has x's dtype unless `out_dtype` asks for
-    another. Raises ValueError for a weight whose parts do not fit each other, or x,
-    and by kernels for what they do not multiply.
+    another. `splits` are programs of a kernel that share the columns; None: as the shape says. To
+    add what several found takes a launch more. Raises ValueError for a weight whose parts do not
+    fit each other, or x, and by kernels for what they do not multiply.
     """
-    weight.check()
+    if isinstance(weight, QuantisedWeight):
+        weight.check()
     if len(weight.shape) != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"weight: a matrix {list(weight.shape)} for x of {list(x.shape)}")
     out_dtype = out_dtype or x.dtype
@@ -38,7 +41,9 @@ def quantised_matmul(
     interpret = implementation == "triton_interpreted"
     if not interpret and (why := problem(weight, x.dtype)):
         raise ValueError(f"weight: {why}")
-    return triton.quantised_matmul(x, weight, out_dtype=out_dtype, interpret=interpret)
+    return triton.quantised_matmul(
+        x, weight, out_dtype=out_dtype, splits=splits, interpret=interpret
+    )
 
 
 __all__ = [
