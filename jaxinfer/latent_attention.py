@@ -24,18 +24,22 @@ from jaxinfer.sharding import on_each_device, partition_spec
 from jaxinfer.step_model import Placement, StepModel
 from pallas_kernels.latent_attention import absorbed_queries, norm_and_write
 from pallas_kernels.quantised_matmul import quantised_matmul
-from pallas_kernels.quantised_matmul.dispatch import problem
+from pallas_kernels.quantised_matmul.triton_product import step_columns
 
 FEW_ROWS = 64  # up to which a product of ours is one launch, and the compiler's two
-TILE, WANTED_PROGRAMS, MOST_PARTS = 64, 264, 8
+WANTED_PROGRAMS, MOST_PARTS, FEWEST_COLUMNS = 264, 8, 64
 
 
 def takes(model: StepModel, params: Tree) -> bool:
-    """Whether kernels compute a layer with these parameters: latent, of plain arrays."""
+    """Whether kernels compute a layer with these parameters: latent, of plain arrays of 16 bits,
+    since tensor cores would round others."""
     mla = model.config.mla
     if mla is None or model.attention.startswith("reference"):
         return False
-    return all(isinstance(params[name], jax.Array) for name in mla_specs(model.config, mla))
+    weights = [params[name] for name in mla_specs(model.config, mla)]
+    if not all(isinstance(weight, jax.Array) for weight in weights):
+        return False
+    return model.attention.endswith("_interpreted") or weights[0].dtype.itemsize == 2
 
 
 def run_latent(
@@ -92,9 +96,10 @@ def _of_own_heads(
     stored = (pool,)
     values = attend_own(model, kind, place, queries, stored, value_weights=params["v_b"])
     flat, weight = values.reshape(tokens, -1), params["o"].reshape(config.hidden_size, -1)
-    body: Any = "triton_interpreted" if interpret else "triton"
-    if tokens > FEW_ROWS or (not interpret and problem(weight, x.dtype)):
+    columns = weight.shape[1]
+    if tokens > FEW_ROWS or not step_columns(columns, columns):
         return linear(flat, weight), stored
+    body: Any = "triton_interpreted" if interpret else "triton"
     return quantised_matmul(flat, weight, implementation=body, splits=1), stored
 
 
@@ -111,10 +116,11 @@ def _projected(params: Tree, x: Float[Array, "T D"]) -> Float[Array, "P T width"
 def _in_parts(x: Float[Array, "T K"], weight: Float[Array, "N K"]) -> Float[Array, "P T N"]:
     """x @ weight.T as parts that add up, float32 if there are several: as many as fill a device."""
     (tokens, columns), outputs = x.shape, weight.shape[0]
-    tiles, parts = -(-tokens // TILE) * -(-outputs // TILE), 1
+    tile, parts = (64 if tokens <= FEW_ROWS else 128), 1  # as the compiler has them
+    tiles = -(-tokens // tile) * -(-outputs // tile)
     while parts < MOST_PARTS and 2 * parts * tiles <= WANTED_PROGRAMS:
         parts *= 2
-    while parts > 1 and columns % (parts * TILE):
+    while parts > 1 and columns % (parts * FEWEST_COLUMNS):
         parts //= 2
     if parts == 1:
         return linear(x, weight)[None]

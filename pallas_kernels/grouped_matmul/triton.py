@@ -12,7 +12,6 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.grouped_matmul.triton_tiles import tile_table
-from pallas_kernels.quantised_matmul.activations import rounded
 from pallas_kernels.quantised_matmul.triton_product import (
     Options,
     Refs,
@@ -23,6 +22,7 @@ from pallas_kernels.quantised_matmul.triton_product import (
     store,
     stored,
 )
+from pallas_kernels.quantised_matmul.triton_rounding import rounded
 from pallas_kernels.quantised_matmul.weight import QuantisedWeight
 
 
@@ -35,7 +35,8 @@ def grouped_matmul(
 ) -> Float[Array, "R N"]:
     """See the package. A program computes a block of outputs for one tile of an expert's rows."""
     (bits, block, activations), arrays = stored(weights)
-    (experts, outputs, columns), taken = weights.shape, rounded(x, activations)
+    experts, outputs, columns = weights.shape
+    taken = rounded(x, activations, interpret=interpret)
     count, dtype = taken.values.shape[0], x.dtype if taken.terms == 1 else jnp.float32
     rows, width, warps, stages = block_sizes(count // experts)
     o = options(bits, columns, block, rows, width)

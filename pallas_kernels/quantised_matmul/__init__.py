@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.quantised_matmul import reference, triton
+from pallas_kernels.quantised_matmul import mosaic, reference, triton
 from pallas_kernels.quantised_matmul.dispatch import Body, Implementation, choose_body, problem
 from pallas_kernels.quantised_matmul.weight import (
     Activations,
@@ -38,12 +38,13 @@ def quantised_matmul(
     out_dtype = out_dtype or x.dtype
     if implementation == "reference":
         return reference.quantised_matmul(x, weight, out_dtype=out_dtype)
-    interpret = implementation == "triton_interpreted"
+    interpret = implementation.endswith("_interpreted")
     if not interpret and (why := problem(weight, x.dtype)):
         raise ValueError(f"weight: {why}")
-    return triton.quantised_matmul(
-        x, weight, out_dtype=out_dtype, splits=splits, interpret=interpret
-    )
+    how: dict[str, Any] = {"out_dtype": out_dtype, "interpret": interpret}
+    if implementation.startswith("mosaic") and mosaic.takes(x, weight):
+        return mosaic.quantised_matmul(x, weight, **how)
+    return triton.quantised_matmul(x, weight, splits=splits, **how)
 
 
 __all__ = [

@@ -11,7 +11,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Num
 
-from pallas_kernels.quantised_matmul.activations import rounded
 from pallas_kernels.quantised_matmul.triton_product import (
     Options,
     Refs,
@@ -22,6 +21,7 @@ from pallas_kernels.quantised_matmul.triton_product import (
     store,
     stored,
 )
+from pallas_kernels.quantised_matmul.triton_rounding import rounded
 from pallas_kernels.quantised_matmul.weight import QuantisedWeight
 
 DECODE_ROWS = 64  # up to so many, columns are split over several programs
@@ -43,7 +43,7 @@ def quantised_matmul(
     (bits, block, activations), arrays = stored(weight)
     outputs, columns = weight.shape
     decode, order = x.shape[0] <= DECODE_ROWS, getattr(weight, "order", None)
-    taken = rounded(x if order is None else x[:, order], activations)
+    taken = rounded(x, activations, order, interpret=interpret)
     count = taken.values.shape[0]
     rows, width, warps, stages = block_sizes(count)
     o = options(bits, columns, block, rows, width)

@@ -20,7 +20,12 @@ from pallas_kernels.quantised_matmul.weight import ZERO_OF_INT4, Activations, Qu
 
 MOST_COLUMNS = 128  # of x in one turn of the loop; half of it for weights of 16 bits
 # Rows that share weights, at most: rows and outputs of a block, warps, and stages of the loop.
-BLOCKS = ((16, 16, 64, 4, 4), (32, 32, 64, 4, 4), (64, 64, 64, 4, 3), (1 << 31, 128, 128, 8, 3))
+BLOCKS = (
+    (16, (16, 64, 4, 4)),
+    (32, (32, 64, 4, 4)),
+    (64, (64, 64, 4, 3)),
+    (1 << 31, (128, 128, 8, 3)),
+)
 FEWEST_COLUMNS = 32  # in two products of 16, if packed, or in one of 8 bits: a tensor core's own
 
 
@@ -72,7 +77,7 @@ def options(bits: int, columns: int, block: tuple[int, int], rows: int, outputs:
 
 def block_sizes(rows: int) -> tuple[int, int, int, int]:
     """Rows and outputs of a block, warps and stages where so many rows share weights."""
-    return next(sizes for most, *sizes in BLOCKS if rows <= most)  # type: ignore[return-value]
+    return next(sizes for most, sizes in BLOCKS if rows <= most)
 
 
 def stored(
