@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 MASKED = -1e30  # finite: exp(MASKED - MASKED) must not be NaN
 ROWS = 64  # of one wgmma
 TILE = 8  # rows of a tile in shared memory
+ALIGNED = 128  # bytes: TMA begins at multiples of it in shared memory
 # Dimensions of a head above which a warpgroup gathers half of its values: registers hold no more.
 WIDE = 128
 LOG2E = math.log2(math.e)

@@ -47,28 +47,32 @@ def paged_attention(
     heads = kv_heads * pl.cdiv(rows, ROWS)
     splits = num_splits(slots * heads, longest if window is None else min(longest, window))
     dtype = k_pool.dtype
-    queries = jnp.pad(q.astype(dtype), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
     k, v, loaded = blocks.ring_types(o, dtype, o.values)
     alone = splits == 1 and sinks is None
+    queries = q.astype(dtype)
+    if alone and _share_tiles(q, o.values):
+        queries = queries.reshape(slots, -1, head_dim)
+    else:
+        queries = jnp.pad(queries, ((0, 0), (0, 0), (0, rows - group), (0, 0)))
     per_row = jax.ShapeDtypeStruct(
         (slots, kv_heads, splits, ROWS * (heads // kv_heads)), jnp.float32
     )
-    values = jax.ShapeDtypeStruct((slots, kv_heads, splits, rows, head_dim), jnp.float32)
-    whole = jax.ShapeDtypeStruct((slots, kv_heads, 1, group, head_dim), q.dtype)
+    of_parts = (slots, kv_heads, splits, group, head_dim)
+    values = jax.ShapeDtypeStruct(of_parts, q.dtype if alone else jnp.float32)
     found = blocks.kernel(
-        functools.partial(_kernel, o, heads // kv_heads, group, splits),
+        functools.partial(_kernel, o, heads // kv_heads, splits),
         interpret,
         kernel_name="paged_attention_mosaic",
         grid=(slots, heads, splits, halves),
         grid_names=("slot", "head", "split", "half"),
-        out_type=[whole] if alone else [values, per_row, per_row],
+        out_type=[values] if alone else [values, per_row, per_row],
         scratch_types=[
             blocks.tiled(o, dtype, ROWS, head_dim),
             blocks.tiled(o, dtype, ROWS, keys),
             plgpu.SMEM((2, ROWS), jnp.float32),
             plgpu.Barrier(),
             # The result takes the place of keys and values when they have been read.
-            plgpu.RefUnion((k, v), plgpu.SMEM((ROWS, o.values), q.dtype if alone else jnp.float32)),
+            plgpu.RefUnion((k, v), plgpu.SMEM((ROWS, o.values), values.dtype)),
             loaded,
         ],
     )(queries, k_pool, v_pool, page_table, kv_lens)
@@ -79,10 +83,17 @@ def paged_attention(
     return combine(Parts(top, total, values), kv_lens, sinks, None, **how)
 
 
+def _share_tiles(q: Float[Array, "S KV G hd"], values: int) -> bool:
+    """Whether heads of several keys lie in each tile that TMA copies, and results of each, which
+    are rows of `values`, where TMA may begin to copy them back."""
+    _, kv_heads, group, _ = q.shape
+    aligned = values * q.dtype.itemsize % blocks.ALIGNED == 0
+    return blocks.TILE % group == 0 and kv_heads * group % blocks.TILE == 0 and aligned
+
+
 def _kernel(
     o: Options,
     row_blocks: int,
-    group: int,
     splits: int,
     q_ref: Any,
     k_pool: Any,
@@ -100,24 +111,12 @@ def _kernel(
     (k, v), out = pages_or_out
     half = lax.axis_index("half")
     dims = pl.ds(pl.multiple_of(half * o.values, o.values), o.values)
-
-    def store() -> None:
-        """Rows of the result that there are: of the last block, fewer."""
-        for i in range(row_blocks):
-            rows = min(ROWS, values_ref.shape[3] - i * ROWS)
-
-            @pl.when(part == i)
-            def _(rows: int = rows, i: int = i) -> None:
-                place = values_ref.at[slot, head, split, pl.ds(i * ROWS, rows), dims]
-                plgpu.copy_smem_to_gmem(out.at[pl.ds(0, rows)], place)
-
-        plgpu.wait_smem_to_gmem(0)
+    mine, begins = _own_queries(q_ref, slot, head, part, values_ref.shape[3])
+    store = functools.partial(_store, out, values_ref.at[slot, head, split], part, begins, dims)
 
     @pl.when(length > 0)
     def _() -> None:
-        rows = min(ROWS, q_ref.shape[2])
-        mine = q_ref.at[slot, head, pl.ds(part * ROWS, rows)]
-        plgpu.copy_gmem_to_smem(mine, q.at[pl.ds(0, rows)], q_loaded)
+        plgpu.copy_gmem_to_smem(mine, q.at[pl.ds(0, mine.shape[0])], q_loaded)
         first = jnp.int32(0) if o.window is None else jnp.maximum(length - o.window, 0)
         begin, end = (
             lax.div(first, jnp.int32(o.keys)),
@@ -160,6 +159,30 @@ def _kernel(
             out[...] = plgpu.layout_cast(nothing, blocks.LAYOUT)
             plgpu.commit_smem()
             store()
+
+
+def _own_queries(q_ref: Any, slot: Any, head: Any, part: Any, group: int) -> tuple[Any, Any]:
+    """Whole tiles with the queries of a key's head, and the row of the first one in them."""
+    if len(q_ref.shape) == 4:
+        rows = min(ROWS, q_ref.shape[2])
+        return q_ref.at[slot, head, pl.ds(part * ROWS, rows)], 0
+    first = head * group
+    begins = lax.rem(first, jnp.int32(blocks.TILE))
+    tile = pl.multiple_of(first - begins, blocks.TILE)
+    return q_ref.at[slot, pl.ds(tile, blocks.TILE)], begins
+
+
+def _store(out: Any, values_ref: Any, part: Any, begins: Any, dims: Any) -> None:
+    """A block of rows to where they belong: of the last one, those that there are."""
+    for i in range(pl.cdiv(values_ref.shape[0], ROWS)):
+        rows = min(ROWS, values_ref.shape[0] - i * ROWS)
+
+        @pl.when(part == i)
+        def _(rows: int = rows, i: int = i) -> None:
+            place = values_ref.at[pl.ds(i * ROWS, rows), dims]
+            plgpu.copy_smem_to_gmem(out.at[pl.ds(begins, rows)], place)
+
+    plgpu.wait_smem_to_gmem(0)
 
 
 # By itself, to be compiled and timed; in a step it is part of that program.

@@ -9,7 +9,7 @@ section 3.3.2), where it meets the scale of its group.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,100 +70,109 @@ def quantised_matmul(
     return kernel(taken.values, taken.scales, weight.values, scales)
 
 
-def _kernel(
-    count: int,
-    block: tuple[int, int],
-    x_ref: Any,
-    x_scales: Any,
-    values: Any,
-    scales: Any,
-    out_ref: Any,
-    x: Any,
-    weight: Any,
-    out: Any,
-    loaded: Any,
-    consumed: Any,
-) -> None:
-    multipliers, height = out.shape[0], x.shape[1]
-    warpgroup, steps = lax.axis_index("warpgroup"), x_ref.shape[1] // COLUMNS
+class Refs(NamedTuple):
+    """What a program works on: arguments, the result, stages of both in shared memory, and the
+    barriers that say when one is loaded and when it is free again."""
+
+    x: Any
+    x_scales: Any
+    values: Any
+    scales: Any
+    out: Any
+    x_stages: Any
+    value_stages: Any
+    result: Any
+    loaded: Any
+    consumed: Any
+
+
+def _kernel(count: int, block: tuple[int, int], *arrays: Any) -> None:
+    refs = Refs(*arrays)
+    multipliers, height = refs.result.shape[0], refs.x_stages.shape[1]
+    warpgroup = lax.axis_index("warpgroup")
     first = pl.multiple_of(lax.axis_index("rows") * height, height)
-    output = pl.multiple_of(lax.axis_index("outputs") * OUTPUTS, OUTPUTS)
+    outputs = pl.ds(pl.multiple_of(lax.axis_index("outputs") * OUTPUTS, OUTPUTS), OUTPUTS)
 
     @pl.when(warpgroup == multipliers)
     def _() -> None:
         if multipliers == 2:
             plgpu.set_max_registers(REGISTERS_TO_FETCH, action="decrease")
-
-        def fetch(step: Any, _: None) -> None:
-            stage = lax.rem(step, jnp.int32(STAGES))
-
-            @pl.when(step >= STAGES)
-            def _wait() -> None:
-                plgpu.barrier_wait(consumed.at[stage])
-
-            at = pl.ds(pl.multiple_of(step * COLUMNS, COLUMNS), COLUMNS)
-            barrier = loaded.at[stage]
-            plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(first, height), at], x.at[stage], barrier)
-            rows = values.at[pl.ds(output, OUTPUTS), at]
-            plgpu.copy_gmem_to_smem(rows, weight.at[stage], barrier)
-
-        lax.fori_loop(0, steps, fetch, None)
+        _fetch(refs, pl.ds(first, height), outputs)
 
     @pl.when(warpgroup < multipliers)
     def _() -> None:
         if multipliers == 2:
             plgpu.set_max_registers(REGISTERS_TO_MULTIPLY, action="increase")
-        mine = pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
-
-        def across(group: Any) -> Any:
-            """The scales of the outputs, along them."""
-            if block[0] == OUTPUTS:
-                return scales[group, lax.axis_index("outputs")]
-            at = scales.at[group, pl.ds(output, OUTPUTS)]
-            loaded = plgpu.load(at, layout=LAYOUT.reduce(0), optimized=False)
-            return lax.broadcast_in_dim(loaded, (ROWS, OUTPUTS), [1])
-
-        def step(i: Any, total: Any) -> Any:
-            stage = lax.rem(i, jnp.int32(STAGES))
-            plgpu.barrier_wait(loaded.at[stage])
-
-            def multiply(accumulator: Any) -> Any:
-                rows = x.at[stage, mine]
-                plgpu.wgmma(accumulator, rows, weight.at[stage].transpose((1, 0)))
-                return accumulator[...]
-
-            part = pl.run_scoped(multiply, plgpu.ACC((ROWS, OUTPUTS), jnp.float32))
-            plgpu.barrier_arrive(consumed.at[stage])
-            if grouped:
-                part = part * across(lax.div(i * COLUMNS, jnp.int32(block[1])))
-            return total + part
-
-        grouped = scales.shape[0] > 1
-        start = plgpu.layout_cast(jnp.zeros((ROWS, OUTPUTS), jnp.float32), LAYOUT)
-        total = lax.fori_loop(0, steps, step, start)
-        if not grouped:
-            total = total * across(0)
-        begin = first + warpgroup * ROWS
-        at = x_scales.at[pl.ds(pl.multiple_of(begin, ROWS), ROWS)]
+        total = _multiplied(refs, block, outputs)
+        begin = pl.multiple_of(first + warpgroup * ROWS, ROWS)
+        at = refs.x_scales.at[pl.ds(begin, ROWS)]
         down = plgpu.load(at, layout=LAYOUT.reduce(1), optimized=False)
-        total = total * lax.broadcast_in_dim(down, (ROWS, OUTPUTS), [0])
-        result = out.at[warpgroup]
-        result[...] = total.astype(out.dtype)
+        result = refs.result.at[warpgroup]
+        result[...] = (total * lax.broadcast_in_dim(down, total.shape, [0])).astype(result.dtype)
         plgpu.commit_smem()
-        columns = pl.ds(output, OUTPUTS)
 
         @pl.when(begin + ROWS <= count)
         def _() -> None:
-            plgpu.copy_smem_to_gmem(result, out_ref.at[pl.ds(begin, ROWS), columns])
+            plgpu.copy_smem_to_gmem(result, refs.out.at[pl.ds(begin, ROWS), outputs])
 
         if rest := count % ROWS:
 
             @pl.when((begin < count) & (begin + ROWS > count))
             def _() -> None:
-                place = out_ref.at[pl.ds(count - rest, rest), columns]
+                place = refs.out.at[pl.ds(count - rest, rest), outputs]
                 plgpu.copy_smem_to_gmem(result.at[pl.ds(0, rest)], place)
 
         plgpu.wait_smem_to_gmem(0)
+
+
+def _fetch(refs: Refs, rows: Any, outputs: Any) -> None:
+    """Copy what is multiplied, a step into each stage as soon as it is free."""
+
+    def fetch(step: Any, _: None) -> None:
+        stage = lax.rem(step, jnp.int32(STAGES))
+
+        @pl.when(step >= STAGES)
+        def _wait() -> None:
+            plgpu.barrier_wait(refs.consumed.at[stage])
+
+        columns = pl.ds(pl.multiple_of(step * COLUMNS, COLUMNS), COLUMNS)
+        sources = refs.x.at[rows, columns], refs.values.at[outputs, columns]
+        for source, stages in zip(sources, (refs.x_stages, refs.value_stages)):
+            plgpu.copy_gmem_to_smem(source, stages.at[stage], refs.loaded.at[stage])
+
+    lax.fori_loop(0, refs.x.shape[1] // COLUMNS, fetch, None)
+
+
+def _multiplied(refs: Refs, block: tuple[int, int], outputs: Any) -> Float[Array, "R N"]:
+    """The sums of a warpgroup's own rows, by the weight's scales."""
+    mine = pl.ds(pl.multiple_of(lax.axis_index("warpgroup") * ROWS, ROWS), ROWS)
+    grouped = refs.scales.shape[0] > 1
+
+    def scales(group: Any) -> Any:
+        if block[0] == OUTPUTS:  # all of these have one
+            return refs.scales[group, lax.axis_index("outputs")]
+        at = refs.scales.at[group, outputs]
+        along = plgpu.load(at, layout=LAYOUT.reduce(0), optimized=False)
+        return lax.broadcast_in_dim(along, (ROWS, OUTPUTS), [1])
+
+    def step(i: Any, total: Any) -> Any:
+        stage = lax.rem(i, jnp.int32(STAGES))
+        plgpu.barrier_wait(refs.loaded.at[stage])
+
+        def multiply(accumulator: Any) -> Any:
+            values = refs.value_stages.at[stage].transpose((1, 0))
+            plgpu.wgmma(accumulator, refs.x_stages.at[stage, mine], values)
+            return accumulator[...]
+
+        part = pl.run_scoped(multiply, plgpu.ACC((ROWS, OUTPUTS), jnp.float32))
+        plgpu.barrier_arrive(refs.consumed.at[stage])
+        if grouped:
+            part = part * scales(lax.div(i * COLUMNS, jnp.int32(block[1])))
+        return total + part
+
+    start = plgpu.layout_cast(jnp.zeros((ROWS, OUTPUTS), jnp.float32), LAYOUT)
+    total = lax.fori_loop(0, refs.x.shape[1] // COLUMNS, step, start)
+    return total if grouped else total * scales(0)
 
 
 # By itself, to be compiled and timed; in a step it is part of that program.
