@@ -29,10 +29,13 @@ CASES = {
     "head of 256, window": LONG,
     "window, cap and sinks": (128, 4, 16, 23, 2.0, True, jnp.bfloat16),
 }
-# Of these, rows of a tile that is not whole would not lie where they can be copied from.
+# Of heads of 80, 96 and 192, rows of a tile that is not whole do not lie where TMA may begin.
 PREFILL = {
-    name: (64 if case[0] < 128 else 128, *case[1:]) if case[0] in (80, 96, 192) else case
-    for name, case in CASES.items()
+    "3 queries a key": (64, 3, 32, None, None, False, jnp.bfloat16),
+    "sinks": (64, 1, 64, None, None, True, jnp.float16),
+    "capped": (128, 1, 16, None, 1.5, False, jnp.float16),
+    "head of 256, window": LONG,
+    "window, cap and sinks": CASES["window, cap and sinks"],
 }
 FOUR_IN_A_TILE = (64, 4, 16, None, None, False, jnp.bfloat16)  # as many heads as fill one
 MANY_QUERIES = (64, 70, 32, None, None, False, jnp.float16)
