@@ -7,6 +7,7 @@ that it has.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -53,7 +54,7 @@ def write(
         norms = None
     if rotary is None:
         return q, write_kv(pages, *where, k, v)
-    body = functools.partial(
+    body: Callable[..., Any] = functools.partial(
         rotate_and_write,
         pairs=config.rope_pairs,
         eps=config.rms_norm_eps,
@@ -84,7 +85,7 @@ def attend_pages(
     sinks: Float[Array, "KV G"] | None,
 ) -> Float[Array, "T KV G vd"]:
     """Attention of the step's decode rows, then of its chunk."""
-    body = functools.partial(attend_own, model, kind)
+    body: Callable[..., Any] = functools.partial(attend_own, model, kind)
     if not model.attention.startswith("reference"):
         latent = model.config.value_dim is not None  # of all heads: those of queries are divided
         heads = partition_spec((None, None, "heads") if latent else (None, "kv_heads"))

@@ -98,7 +98,6 @@ def test_hoppers_own_kernel_equals_float64(kind, count, monkeypatch):
 def test_what_hoppers_own_kernel_does_not_take_is_tritons(kind, shape, count):
     weight, _ = random_weight(kind, *shape)
     assert not mosaic.takes(jnp.ones((count, shape[1])), weight)
-    assert not mosaic.takes(jnp.ones((count, shape[1])), jnp.ones(shape))
 
 
 @EACH

@@ -113,7 +113,7 @@ def _combined(slots: int, kv_heads: int, group: int, size: int, splits: int, mes
 def _lower_parts(
     mesh: Mesh, slots: int, kv_heads: int, group: int, size: int, splits: int, weights: Any
 ) -> Any:
-    per_row = abstract(mesh, jnp.float32, slots, kv_heads, splits, group)
-    values = abstract(mesh, jnp.float32, slots, kv_heads, splits, group, size)
+    per_row: Any = abstract(mesh, jnp.float32, slots, kv_heads, splits, group)
+    values: Any = abstract(mesh, jnp.float32, slots, kv_heads, splits, group, size)
     arrays = (Parts(per_row, per_row, values), abstract(mesh, jnp.int32, slots), None, weights)
     return triton_combine.program.lower(*arrays, group=group, dtype=jnp.bfloat16)

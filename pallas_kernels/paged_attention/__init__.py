@@ -64,7 +64,7 @@ def paged_attention(
     pool = _pool(k_pool, v_pool, value_dim, k_scale, v_scale)
     if not implementation.startswith("reference"):
         how = _options(implementation, scale, window, soft_cap)
-        if _for_hopper(pool, implementation):
+        if pool.v is not None and _for_hopper(pool, implementation):
             where = (page_table, kv_lens, sinks)
             out = mosaic_decode.paged_attention(q, pool.k, pool.v, *where, **how)
             return out if value_weights is None else project_values(out, value_weights)
@@ -103,7 +103,7 @@ def paged_prefill(
     pool = _pool(k_pool, v_pool, value_dim, k_scale, v_scale)
     if not implementation.startswith("reference"):
         how = _options(implementation, scale, window, soft_cap)
-        if _for_hopper(pool, implementation, prefill=True):
+        if pool.v is not None and _for_hopper(pool, implementation, prefill=True):
             return mosaic_prefill.paged_prefill(q, pool.k, pool.v, page_table, tiles, sinks, **how)
         pages = triton_blocks.Pool(pool.k, pool.v, pool.k_scale, pool.v_scale)
         how |= {"value_dim": pool.value_dim}
@@ -173,10 +173,9 @@ def _pool(
 def _for_hopper(
     pool: reference.Pool, implementation: Implementation, prefill: bool = False
 ) -> bool:
-    if pool.v is None or not implementation.startswith("mosaic"):
-        return False
     shape = pool.k.shape[3], pool.value_dim, pool.page_size
-    return hopper_takes(*shape, pool.k.dtype.name, prefill=prefill)
+    known = hopper_takes(*shape, pool.k.dtype.name, prefill=prefill)
+    return implementation.startswith("mosaic") and known
 
 
 def _options(

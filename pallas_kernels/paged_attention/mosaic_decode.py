@@ -79,7 +79,7 @@ def paged_attention(
     if alone:
         return found[0].reshape(q.shape)
     values, top, total = found
-    how = {"group": group, "dtype": q.dtype, "interpret": interpret}
+    how: dict[str, Any] = {"group": group, "dtype": q.dtype, "interpret": interpret}
     return combine(Parts(top, total, values), kv_lens, sinks, None, **how)
 
 

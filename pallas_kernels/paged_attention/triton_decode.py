@@ -68,7 +68,7 @@ def paged_attention(
     )(q, page_table, kv_lens, *(x for x in optional if x is not None))
     if alone:
         return found[0] if value_weights is None else project_values(found[0], value_weights)
-    how = {"group": group, "dtype": q.dtype, "interpret": interpret}
+    how: dict[str, Any] = {"group": group, "dtype": q.dtype, "interpret": interpret}
     return combine(Parts(*found), kv_lens, sinks, value_weights, **how)
 
 

@@ -29,9 +29,9 @@ LAYOUT = plgpu.Layout.WGMMA
 INTERPRETED = plgpu.InterpretGPUParams(detect_races=True)
 
 
-def takes(x: Float[Array, "M K"], weight: Any) -> bool:
+def takes(x: Float[Array, "M K"], weight: QuantisedWeight) -> bool:
     """Whether this kernel multiplies x with such a weight: many rows, for few only wait for it."""
-    if not isinstance(weight, QuantisedWeight) or weight.activations != "float8_e4m3fn":
+    if weight.activations != "float8_e4m3fn":
         return False
     (outputs, columns), (rows, group) = weight.shape, weight.block
     whole = not (outputs % OUTPUTS or columns % COLUMNS or group % COLUMNS)

@@ -15,13 +15,13 @@ from jaxinfer.gpu_check.on_device.registry import DeviceCase, Inputs, Purpose, S
 from jaxinfer.models.layers import linear_by_head, rms_norm
 from jaxinfer.roofline.kernels import Work
 from pallas_kernels.latent_attention import absorbed_queries, norm_and_write
-from pallas_kernels.paged_attention import apply_rope, write_latent
+from pallas_kernels.paged_attention import Pairs, apply_rope, write_latent
 from pallas_kernels.paged_attention.splits import Parts
 from pallas_kernels.paged_attention.triton_combine import combine
 from pallas_kernels.tuning import Tiling
 
 EPS, TOLERANCE = 1e-6, 2e-2  # products of 8 bits of mantissa, summed in float32
-PAIRS = "neighbours"
+PAIRS: Pairs = "neighbours"
 
 
 def latent_device_cases() -> Iterator[DeviceCase]:

@@ -58,7 +58,7 @@ def product_cases() -> Iterator[DeviceCase]:
             yield dataclasses.replace(
                 case,
                 kernel=f"{case.kernel}, mosaic",
-                sizes=case.sizes | {"tiny": case.sizes["tiny"] | {"tokens": 66}},
+                sizes={**case.sizes, "tiny": {**case.sizes["tiny"], "tokens": 66}},
                 run=functools.partial(_run, body="mosaic"),
                 oldest=HOPPER,
                 newest=HOPPER,
