@@ -42,9 +42,9 @@ def quantised_matmul(
     if not interpret and (why := problem(weight, x.dtype)):
         raise ValueError(f"weight: {why}")
     how: dict[str, Any] = {"out_dtype": out_dtype, "interpret": interpret}
-    if implementation.startswith("mosaic") and isinstance(weight, QuantisedWeight):
-        if mosaic.takes(x, weight):
-            return mosaic.quantised_matmul(x, weight, **how)
+    hopper = implementation.startswith("mosaic")
+    if hopper and isinstance(weight, QuantisedWeight) and mosaic.takes(x, weight):
+        return mosaic.quantised_matmul(x, weight, **how)
     return triton.quantised_matmul(x, weight, splits=splits, **how)
 
 
