@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
@@ -18,11 +17,12 @@ from jaxtyping import Array, Float
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.models.base import Norms, Rotary
 from jaxinfer.models.layers import rms_norm
-from jaxinfer.sharding import partition_spec
+from jaxinfer.sharding import on_each_device, partition_spec
 from jaxinfer.step_model import Placement, StepModel
 from pallas_kernels.paged_attention import (
     paged_attention,
     paged_prefill,
+    project_values,
     rotate_and_write,
     write_kv,
     write_latent,
@@ -54,19 +54,18 @@ def write(
         norms = None
     if rotary is None:
         return q, write_kv(pages, *where, k, v)
-    body = functools.partial(
+    body: Callable[..., Any] = functools.partial(
         rotate_and_write,
         pairs=config.rope_pairs,
         eps=config.rms_norm_eps,
         norm_offset=config.norm_offset,
         implementation=model.attention,
     )
-    if model.mesh is not None and kernels:
+    if kernels:
         heads, whole = partition_spec((None, "kv_heads")), PartitionSpec()
         pool = partition_spec(model.groups[0].axes)
         specs = (heads, heads, heads, whole, (pool, pool), whole, whole, whole)
-        out = (heads, (pool, pool))
-        body = jax.shard_map(body, mesh=model.mesh, in_specs=specs, out_specs=out, check_vma=False)
+        body = on_each_device(body, model.mesh, specs, (heads, (pool, pool)))
     return body(q, k, v, rotary, pages, *where, norms)
 
 
@@ -86,48 +85,41 @@ def attend_pages(
     sinks: Float[Array, "KV G"] | None,
 ) -> Float[Array, "T KV G vd"]:
     """Attention of the step's decode rows, then of its chunk."""
+    body: Callable[..., Any] = functools.partial(attend_own, model, kind)
+    if not model.attention.startswith("reference"):
+        latent = model.config.value_dim is not None  # of all heads: those of queries are divided
+        heads = partition_spec((None, None, "heads") if latent else (None, "kv_heads"))
+        pool, whole = partition_spec(model.groups[0].axes), PartitionSpec()
+        specs = (whole, heads, pool, PartitionSpec(*heads[1:]))
+        body = on_each_device(body, model.mesh, specs, heads)
+    return body(place, q, pages, sinks)
+
+
+def attend_own(
+    model: StepModel,
+    kind: LayerKind,
+    place: Placement,
+    q: Float[Array, "T KV G hd"],
+    pages: Pages,
+    sinks: Float[Array, "KV G"] | None = None,
+    value_weights: Float[Array, "H out vd"] | None = None,
+) -> Float[Array, "T KV G out"]:
+    """`attend_pages` for the heads that a device has, whose values may go through matrices."""
+    k, v = pages if len(pages) == 2 else (pages[0], None)
     how: dict[str, Any] = {
         "scale": model.config.scale,
         "window": kind.window,
         "soft_cap": model.config.attention_soft_cap,
+        "sinks": sinks,
         "implementation": model.attention,
         "block": model.attention_block,
         "value_dim": model.config.value_dim,
     }
     rows, parts = place.kv_lens.shape[0], []
     if rows:
-        decode = functools.partial(_call, paged_attention, how)
-        arrays = (q[:rows], pages, sinks, place.decode_table, place.kv_lens)
-        parts.append(_on_each_device(model, decode, *arrays))
+        where = (place.decode_table, place.kv_lens)
+        parts.append(paged_attention(q[:rows], k, v, *where, value_weights=value_weights, **how))
     if place.tiles is not None:
-        prefill = functools.partial(_call, paged_prefill, how)
-        parts.append(
-            _on_each_device(model, prefill, q[rows:], pages, sinks, place.table, place.tiles)
-        )
+        out = paged_prefill(q[rows:], k, v, place.table, place.tiles, **how)
+        parts.append(out if value_weights is None else project_values(out, value_weights))
     return jnp.concatenate(parts)
-
-
-def _call(
-    body: Callable[..., Array], how: dict[str, Any], q: Array, pages: Pages, sinks: Any, *where: Any
-) -> Array:
-    k, v = pages if len(pages) == 2 else (pages[0], None)
-    return body(q, k, v, *where, sinks=sinks, **how)
-
-
-def _on_each_device(
-    model: StepModel, body: Callable[..., Array], q: Array, pages: Pages, sinks: Any, *where: Any
-) -> Array:
-    if model.mesh is None or model.attention.startswith("reference"):
-        return body(q, pages, sinks, *where)
-    latent = model.config.value_dim is not None  # of all heads: those of queries are divided
-    heads = partition_spec((None, None, "heads") if latent else (None, "kv_heads"))
-    whole = PartitionSpec()
-    specs = (
-        heads,
-        partition_spec(model.groups[0].axes),
-        PartitionSpec(*heads[1:]),
-        *(whole for _ in where),
-    )
-    return jax.shard_map(body, mesh=model.mesh, in_specs=specs, out_specs=heads, check_vma=False)(
-        q, pages, sinks, *where
-    )

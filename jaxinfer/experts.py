@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.base import Experts, Routed
 from jaxinfer.quantization.weight import Quantised
-from jaxinfer.sharding import partition_spec
+from jaxinfer.sharding import on_each_device, partition_spec
 from jaxinfer.step_model import StepModel
 from pallas_kernels.dispatch import Body, Device
 from pallas_kernels.grouped_matmul import Implementation, choose_body, grouped_matmul
@@ -50,9 +50,10 @@ def run_experts(
     assert model.experts is not None
     multiply = functools.partial(grouped_matmul, implementation=model.experts)
     body, arrays = functools.partial(compute, multiply), (routed, gate_up, down, bias)
-    if model.mesh is None or not model.experts.startswith("triton"):
+    mesh = model.mesh if model.experts.startswith("triton") else None
+    if mesh is None:
         return body(*arrays)
-    if model.mesh.shape["expert"] > 1:
+    if mesh.shape["expert"] > 1:
         raise ValueError("kernels divide every expert over devices: the mesh axis 'expert' is 1")
     axes = (GATE_UP, DOWN, BIAS if bias is not None else ())
     specs = (PartitionSpec(), *(partition_spec(names) for names in axes))
@@ -60,7 +61,4 @@ def run_experts(
     def part(*arrays: Any) -> Array:
         return jax.lax.psum(body(*arrays), "model")
 
-    on_each = jax.shard_map(
-        part, mesh=model.mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
-    )
-    return on_each(*arrays)
+    return on_each_device(part, mesh, specs, PartitionSpec())(*arrays)

@@ -37,9 +37,14 @@ FEWEST_ROWS = 8  # the rung between one stream and doublings
 SMALLEST_CHUNK = 64
 LEAST_FIXED_CHUNK = 128
 
-# Programs compile side by side already: splitting each one as well takes longer, and so does
-# loading the parts from the cache.
-_CPU_OPTIONS = {"xla_cpu_parallel_codegen_split_count": 1}
+# On CPUs, programs compile side by side already: splitting each one as well takes longer, and so
+# does loading the parts from the cache. On GPUs the pool fills the memory on purpose, and counting
+# it as argument and as result XLA would compute everything again that it could otherwise keep: of
+# page tables, once a layer. What programs need beside the pool was measured before it was sized.
+COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
+    "cpu": {"xla_cpu_parallel_codegen_split_count": 1},
+    "gpu": {"xla_disable_hlo_passes": "rematerialization"},
+}
 
 Progress = Callable[[str, int, int], None]  # what, done, of
 
@@ -257,7 +262,7 @@ def compile_programs(
     """
     programs = [program for program in programs if program.name not in table.names]
     done = itertools.count(1)
-    options = _CPU_OPTIONS if jax.default_backend() == "cpu" else None
+    options = COMPILER_OPTIONS.get(jax.default_backend())
     missing = sum(1 for p in programs if store is None or not store.has(p.name))
     if progress and missing:
         what = f"compiling {missing} programs, one to two minutes the first time"

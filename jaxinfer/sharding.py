@@ -6,8 +6,9 @@ of type Auto: the compiler places the collectives, and `scripts/gpu_check` asser
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import numpy as np
@@ -107,6 +108,16 @@ def constrain(tree: Tree, mesh: Mesh | None, *axes: str | None) -> Tree:
     if mesh is None:
         return tree
     return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, partition_spec(axes)))
+
+
+def on_each_device(
+    body: Callable[..., Any], mesh: Mesh | None, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """`body`, run by every device of the mesh for its parts of arrays: kernels are opaque to the
+    compiler's partitioner. Without a mesh it is the same."""
+    if mesh is None:
+        return body
+    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -17,6 +17,7 @@ from jaxinfer.attention import attend_pages, write
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.experts import run_experts
 from jaxinfer.kv_pool import Pools
+from jaxinfer.latent_attention import run_latent, takes
 from jaxinfer.models import family_of
 from jaxinfer.models.base import LayerContext, Norms, Rotary
 from jaxinfer.params import Tree
@@ -134,6 +135,11 @@ def _layer(
         q, stored = write(model, pool, place, q, k, v, rotary, norms)
         return attend_pages(model, kind, place, q, stored, sinks)
 
+    def latent(params: Tree, x: Float[Array, "T D"], rotary: Rotary) -> Float[Array, "T D"]:
+        nonlocal stored
+        out, stored = run_latent(model, kind, place, pool, params, x, rotary)
+        return out
+
     def on_routed(chosen: Int[Array, "T k"]) -> None:
         nonlocal experts
         experts = chosen
@@ -142,6 +148,8 @@ def _layer(
     if kind.moe:
         run = functools.partial(run_experts, model) if model.experts else None
         hears = {"on_routed": on_routed, "run_experts": run}
+    if takes(model, params):
+        hears["run_latent"] = latent
     x = family_of(config.family).layer(params, config, kind, x, context, attend, **hears)
     return x, stored, experts
 

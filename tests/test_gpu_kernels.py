@@ -82,6 +82,8 @@ def test_hopper_has_kernels_of_its_own_for_what_they_take(monkeypatch):
         asked = ("gpu", "NVIDIA H200", capability, 128, 128, "bfloat16")
         assert choose_body(*asked).implementation == body
     assert dispatch.hopper_takes(80, 80, 16, "float16")
+    assert not dispatch.hopper_takes(80, 80, 16, "float16", prefill=True)
+    assert dispatch.hopper_takes(128, 128, 16, "float16", prefill=True)
     for other in ((576, 512, 64, "bfloat16"), (128, 128, 64, "int8"), (72, 72, 64, "bfloat16")):
         assert not dispatch.hopper_takes(*other)
     assert not dispatch.hopper_takes(128, 128, 48, "bfloat16")

@@ -10,9 +10,10 @@ import pytest
 from quantised_weights import KINDS, random_weight, rounded_rows
 
 from pallas_kernels.dispatch import Device
-from pallas_kernels.grouped_matmul import choose_body, triton
+from pallas_kernels.grouped_matmul import choose_body
 from pallas_kernels.grouped_matmul import grouped_matmul as multiply
 from pallas_kernels.grouped_matmul.triton_tiles import tile_table
+from pallas_kernels.quantised_matmul import triton_product
 
 grouped_matmul = jax.jit(multiply, static_argnames=("implementation",))
 EXPERTS, OUTPUTS, COLUMNS, ROWS = 5, 80, 128, 40
@@ -47,7 +48,7 @@ def close(found, x, dense, sizes, activations: str = "as_given") -> None:
 @pytest.mark.parametrize("sizes", DIVISIONS.values(), ids=DIVISIONS.keys())
 @pytest.mark.parametrize("height", [16, 32])
 def test_every_division_of_rows(sizes, height, monkeypatch):
-    monkeypatch.setattr(triton, "BLOCKS", ((1 << 31, height, 64, 4, 2),))
+    monkeypatch.setattr(triton_product, "BLOCKS", ((1 << 31, (height, 64, 4, 2)),))
     rng = np.random.default_rng(0)
     weights = rng.normal(size=(EXPERTS, OUTPUTS, COLUMNS)).astype(np.float32)
     weights[np.array(sizes) == 0] = np.nan  # nobody may read them

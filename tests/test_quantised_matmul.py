@@ -15,6 +15,7 @@ from pallas_kernels.quantised_matmul import (
     QuantisedWeight,
     choose_body,
     dequantise,
+    mosaic,
     triton,
 )
 from pallas_kernels.quantised_matmul import quantised_matmul as multiply
@@ -58,6 +59,45 @@ def test_every_count_of_rows(name, count, body):
     x = rows(count)
     found = quantised_matmul(jnp.asarray(x), weight, implementation=body)
     close(found, x, dense, KINDS[name].activations)
+
+
+FLOAT8 = Kind("float8_e4m3fn", activations="float8_e4m3fn")
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        (FLOAT8, 133),
+        (FLOAT8._replace(group=128, rows=128), 66),
+        (FLOAT8._replace(group=256, order=True), 128),
+    ],
+    ids=["channels", "blocks", "groups, in order"],
+)
+def test_hoppers_own_kernel_equals_float64(kind, count, monkeypatch):
+    """With a race detector, more steps than stages, and rows past the last in a block."""
+    monkeypatch.setattr(triton, "quantised_matmul", None)  # is not what is called
+    weight, dense = random_weight(kind, 128 if count > 128 else 256, 768)
+    x = rows(count, 768)
+    x[1, 5] = np.nan
+    found = np.asarray(multiply(jnp.asarray(x), weight, implementation="mosaic_interpreted"))
+    assert np.isnan(found[1]).all()
+    close(np.delete(found, 1, 0), np.delete(x, 1, 0), dense, kind.activations)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "count"),
+    [
+        (FLOAT8, (256, 256), 64),
+        (FLOAT8, (144, 256), 65),
+        (FLOAT8, (256, 192), 65),
+        (FLOAT8._replace(group=64), (128, 256), 65),
+        (KINDS["w8a8"], (128, 128), 65),
+        (KINDS["float8"], (128, 128), 65),
+    ],
+)
+def test_what_hoppers_own_kernel_does_not_take_is_tritons(kind, shape, count):
+    weight, _ = random_weight(kind, *shape)
+    assert not mosaic.takes(jnp.ones((count, shape[1])), weight)
 
 
 @EACH

@@ -72,9 +72,10 @@ def attention_cases() -> Iterator[KernelCase]:
                 oldest=PAGES[case.pages],
             )
         value_dim = case.value_dim or case.head_dim
-        if not hopper_takes(case.head_dim, value_dim, case.page_size, case.pages):
-            continue
+        pages = (case.head_dim, value_dim, case.page_size, case.pages)
         for kernel, lower in (("decode", _hopper_decode), ("prefill", _hopper_prefill)):
+            if not hopper_takes(*pages, prefill=kernel == "prefill"):
+                continue
             yield KernelCase(
                 f"attention, {kernel}, Mosaic",
                 case.models,

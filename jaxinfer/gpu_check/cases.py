@@ -54,9 +54,9 @@ PROGRAMS = {  # by model and GPUs: what is compiled
 # is one of the few layers alone.
 IN_PART = {("deepseek-v3", 8)}
 SLACK = 64 << 20
-# Of a layer in a decode step, at most. A latent layer has three products more than others; experts
-# are chosen, and rows sorted by them.
-LAUNCHES = {"dense": 14, "experts": 26, "latent": 22, "latent experts": 46}
+# Of a layer in a decode step, at most. Experts are chosen, and rows sorted by them; in a model with
+# latent attention they come in groups.
+LAUNCHES = {"dense": 14, "experts": 26, "latent experts": 34}
 SHARDED_LAUNCHES = 2  # more with tensor parallelism: its all-reduces
 
 
@@ -238,6 +238,6 @@ def _shardings(tree: Tree) -> Tree:
 
 def _layer_kinds(config: ModelConfig) -> tuple[str, ...]:
     """Of each layer, one of `LAUNCHES`."""
-    plain, experts = ("latent", "latent experts") if config.mla else ("dense", "experts")
+    experts = "latent experts" if config.mla else "experts"
     kinds = (config.kind(i) for i in range(config.num_layers))
-    return tuple(experts if config.moe and kind.moe else plain for kind in kinds)
+    return tuple(experts if config.moe and kind.moe else "dense" for kind in kinds)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.gpu_check.cases import Expectation, device_bytes
 from jaxinfer.gpu_check.hlo import COLLECTIVES, SILENT, Module, Scheduled
-from jaxinfer.programs import Lowerable
+from jaxinfer.programs import COMPILER_OPTIONS, Lowerable
 
 LAYER_SCOPE = re.compile(r"/layer(\d+)/")  # how the step names the layers of its operations
 AROUND_LAYERS = 24  # launches of a decode step that belong to no layer, at most
@@ -78,7 +78,7 @@ def examine(program: Lowerable, expect: Expectation, mesh: Mesh | None) -> Resul
     assert mesh is not None
     with jax.set_mesh(mesh):  # kernels are compiled for the device they find there
         lowered = program.lower()
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=COMPILER_OPTIONS["gpu"])
     seconds = _cpu_seconds() - start
     return Result(program.name, seconds, *assess(lowered, compiled, expect))
 

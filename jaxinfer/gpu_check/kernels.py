@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.gpu_check.attention_kernels import attention_cases
 from jaxinfer.gpu_check.kernel_case import KernelCase
+from jaxinfer.gpu_check.latent_kernels import latent_cases
 from jaxinfer.gpu_check.matmul_kernels import matmul_cases
 from jaxinfer.gpu_check.other_kernels import other_cases
 from jaxinfer.gpu_check.target import TARGETS, GpuTarget, devices, environment
@@ -80,7 +81,7 @@ def _dumping(folder: str) -> dict[str, str]:
 
 def cases() -> list[KernelCase]:
     """All kernels with all shapes that are compiled."""
-    return [*attention_cases(), *matmul_cases(), *other_cases()]
+    return [*attention_cases(), *latent_cases(), *matmul_cases(), *other_cases()]
 
 
 def _kernels(target: GpuTarget, folder: Path) -> Iterator[Kernel]:

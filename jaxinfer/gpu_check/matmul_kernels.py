@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 
 from jaxinfer.gpu_check.kernel_case import KernelCase, abstract
 from pallas_kernels.grouped_matmul import triton as grouped
-from pallas_kernels.quantised_matmul import Activations, QuantisedWeight
+from pallas_kernels.quantised_matmul import Activations, QuantisedWeight, mosaic, triton_rounding
 from pallas_kernels.quantised_matmul import triton as quantised
-from pallas_kernels.quantised_matmul.dispatch import STORED
+from pallas_kernels.quantised_matmul.dispatch import HOPPER, STORED
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,11 @@ FLOAT8 = Stored("float8", "float8_e4m3fn")
 FLOAT8_BLOCKS = Stored("float8 in blocks of 128 × 128", "float8_e4m3fn", (128, 128))
 W8A8 = Stored("int8 by int8", "int8", activations="int8")
 W8A8_FLOAT8 = Stored("float8 by float8", "float8_e4m3fn", activations="float8_e4m3fn")
+W8A8_BLOCKS = Stored(
+    "float8 by float8, blocks", "float8_e4m3fn", (128, 128), activations="float8_e4m3fn"
+)
+
+FLOAT8_PRODUCT = "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"
 
 LLAMA, V3 = "Llama 3 8B, gate and up", "DeepSeek V3 over 8 GPUs, o"
 MIXTRAL, QWEN = "Mixtral 8x7B, gate and up", "Qwen3 30B A3B, gate and up"
@@ -63,6 +68,7 @@ MATMUL: tuple[tuple[str, Stored, tuple[int, ...]], ...] = (
     (LLAMA, W8A8, (16, 512)),
     (LLAMA, W8A8_FLOAT8, (512,)),
     (V3, FLOAT8_BLOCKS, (32, 512)),
+    (V3, W8A8_BLOCKS, (512,)),
     (MIXTRAL, PLAIN, (128, 1024)),
     (QWEN, PLAIN, (512, 4096)),
     (QWEN, AWQ, (512,)),
@@ -73,20 +79,45 @@ MATMUL: tuple[tuple[str, Stored, tuple[int, ...]], ...] = (
 )
 
 
+ROUNDED: tuple[Activations, ...] = ("int8", "int8_pair", "float8_e4m3fn")
+
+
 def matmul_cases() -> Iterator[KernelCase]:
-    """All of `MATMUL`."""
+    """All of `MATMUL`, by Hopper's own kernel too where it takes them, and what rounds rows."""
     for models, stored, counts in MATMUL:
         for rows in counts:
             *experts, columns, outputs = SHAPES[models]
             kernel = "experts' matmul" if experts else "matmul"
+            of, shape = f"{models}, {rows} rows", " × ".join(map(str, (*experts, columns, outputs)))
             yield KernelCase(
                 f"{kernel}, {stored.name}",
-                f"{models}, {rows} rows",
-                " × ".join(map(str, (*experts, columns, outputs))),
+                of,
+                shape,
                 functools.partial(_lower, models, stored, rows),
                 entry="grouped_matmul" if experts else "quantised_matmul",
                 oldest=STORED[stored.values],
             )
+            if stored in (W8A8_FLOAT8, W8A8_BLOCKS):
+                yield KernelCase(
+                    f"{kernel}, {stored.name}, Mosaic",
+                    of,
+                    shape,
+                    functools.partial(_lower_hopper, models, stored, rows),
+                    entry="quantised_matmul_mosaic",
+                    oldest=HOPPER,
+                    newest=HOPPER,  # compiling it for another architecture aborts the process
+                    instructions=(FLOAT8_PRODUCT, "cp.async.bulk.tensor"),
+                )
+    for activations in ROUNDED:
+        yield KernelCase(
+            "rounded rows",
+            activations,
+            "64 × 14336",
+            functools.partial(_lower_rounding, activations),
+            entry="rounded_rows",
+            oldest=STORED["float8_e4m3fn" if activations == "float8_e4m3fn" else "int8"],
+            tensor_cores=False,
+        )
 
 
 def _lower(models: str, stored: Stored, rows: int, mesh: Mesh) -> Any:
@@ -96,6 +127,16 @@ def _lower(models: str, stored: Stored, rows: int, mesh: Mesh) -> Any:
     if not experts:
         return quantised.program.lower(x, weight, out_dtype=jnp.bfloat16)
     return grouped.program.lower(x, weight, abstract(mesh, jnp.int32, *experts))
+
+
+def _lower_hopper(models: str, stored: Stored, rows: int, mesh: Mesh) -> Any:
+    columns, outputs = SHAPES[models]
+    x, weight = abstract(mesh, jnp.bfloat16, rows, columns), _weight(stored, mesh, outputs, columns)
+    return mosaic.program.lower(x, weight, out_dtype=jnp.bfloat16)
+
+
+def _lower_rounding(activations: Activations, mesh: Mesh) -> Any:
+    return triton_rounding.program.lower(abstract(mesh, jnp.bfloat16, 64, 14336), activations)
 
 
 def _weight(stored: Stored, mesh: Mesh, *shape: int) -> Any:

@@ -31,6 +31,8 @@ Routed = tuple[Any, Any, Any, Any]
 Experts = Callable[..., Any]
 # run(experts, routed, ...) -> what experts(multiply, routed, ...) is
 RunExperts = Callable[..., Any]
+# run(a layer's parameters, normed x [T, D], rotary) -> [T, D], its latent attention without o_bias
+RunLatent = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.config import LayerKind, ModelConfig, RopeConfig
-from jaxinfer.models.base import Attend, LayerContext, OnRouted, RunExperts
+from jaxinfer.models.base import Attend, LayerContext, OnRouted, RunExperts, RunLatent
 from jaxinfer.models.decoder_params import norm_names
 from jaxinfer.models.layers import (
     ACTIVATIONS,
@@ -91,11 +91,12 @@ def layer(
     attend: Attend,
     on_routed: OnRouted | None = None,
     run_experts: RunExperts | None = None,
+    run_latent: RunLatent | None = None,
 ) -> Float[Array, "T D"]:
     """One transformer block; `attend` stores k and v in the pool and attends over it."""
     normed = _normed(params, c, x, "attn_norm")
     if c.mla:
-        half = latent_attention(params, c, c.mla, normed, context[kind.rope], attend)
+        half = latent_attention(params, c, c.mla, normed, context[kind.rope], attend, run_latent)
     else:
         half = _attention(params, c, kind, normed, context, attend)
     after = _add(c, x, _normed(params, c, half, "attn_post_norm"))

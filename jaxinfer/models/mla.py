@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxinfer.config import MlaConfig, ModelConfig
-from jaxinfer.models.base import Attend, HfSource
+from jaxinfer.models.base import Attend, HfSource, RunLatent
 from jaxinfer.models.layers import add_bias, linear, linear_by_head, rms_norm
 from jaxinfer.params import ParamSpec, Tree
 from pallas_kernels.paged_attention import apply_rope
@@ -82,8 +82,12 @@ def latent_attention(
     x: Float[Array, "T D"],
     rotary: tuple[Float[Array, "T half"], Float[Array, "T half"]],
     attend: Attend,
+    run_latent: RunLatent | None = None,
 ) -> Float[Array, "T D"]:
-    """One layer's attention; `rotary` are cos and sin of the part that rotates."""
+    """One layer's attention; `rotary` are cos and sin of the part that rotates. `run_latent` has
+    it computed in the way, and on the devices, that it knows of."""
+    if run_latent is not None:
+        return add_bias(run_latent(params, x, rotary), params.get("o_bias"))
     low = x
     if m.q_rank:
         low = add_bias(linear(x, params["q_a"]), params.get("q_a_bias"))

@@ -12,19 +12,18 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.grouped_matmul.triton_tiles import tile_table
-from pallas_kernels.quantised_matmul.activations import rounded
 from pallas_kernels.quantised_matmul.triton_product import (
     Options,
     Refs,
+    block_sizes,
     load,
     options,
     product,
     store,
+    stored,
 )
-from pallas_kernels.quantised_matmul.weight import Activations, QuantisedWeight
-
-# By an expert's mean share of rows, at most: rows and outputs of a block, warps, stages.
-BLOCKS = ((16, 16, 64, 4, 4), (32, 32, 64, 4, 4), (64, 64, 64, 4, 3), (1 << 31, 128, 128, 8, 3))
+from pallas_kernels.quantised_matmul.triton_rounding import rounded
+from pallas_kernels.quantised_matmul.weight import QuantisedWeight
 
 
 def grouped_matmul(
@@ -35,10 +34,11 @@ def grouped_matmul(
     interpret: bool = False,
 ) -> Float[Array, "R N"]:
     """See the package. A program computes a block of outputs for one tile of an expert's rows."""
-    (bits, block, activations), arrays = _stored(weights)
-    (experts, outputs, columns), taken = weights.shape, rounded(x, activations)
+    (bits, block, activations), arrays = stored(weights)
+    experts, outputs, columns = weights.shape
+    taken = rounded(x, activations, interpret=interpret)
     count, dtype = taken.values.shape[0], x.dtype if taken.terms == 1 else jnp.float32
-    rows, width, warps, stages = next(sizes for most, *sizes in BLOCKS if count // experts <= most)
+    rows, width, warps, stages = block_sizes(count // experts)
     o = options(bits, columns, block, rows, width)
     tiles = tile_table(group_sizes * taken.terms, count, rows, interpret=interpret)
     scales = () if taken.scales is None else (taken.scales,)
@@ -51,17 +51,6 @@ def grouped_matmul(
         name="grouped_matmul",
     )(tiles, taken.values, *arrays, *scales)
     return taken.total(out).astype(x.dtype)
-
-
-def _stored(
-    weights: QuantisedWeight | Num[Array, "E N K"],
-) -> tuple[tuple[int, tuple[int, int], Activations], list[Array]]:
-    """(bits, block, activations) of weights, and their arrays in the order of `Refs`."""
-    if not isinstance(weights, QuantisedWeight):
-        return (16, (1, weights.shape[2]), "as_given"), [weights]
-    arrays = [weights.values, weights.scales, weights.zeros]
-    kind = (weights.bits, weights.block, weights.activations)
-    return kind, [array for array in arrays if array is not None]
 
 
 def _kernel(o: Options, weights: int, tiles: Any, x: Any, *refs: Any) -> None:

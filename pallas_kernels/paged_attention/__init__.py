@@ -30,6 +30,7 @@ from pallas_kernels.paged_attention import (
 )
 from pallas_kernels.paged_attention.dispatch import choose_body, hopper_takes
 from pallas_kernels.paged_attention.rotary import Pairs, apply_rope
+from pallas_kernels.paged_attention.splits import project_values
 from pallas_kernels.paged_attention.write import write_kv, write_latent
 
 
@@ -49,27 +50,30 @@ def paged_attention(
     value_dim: int | None = None,
     k_scale: Float[Array, "P KV ps"] | None = None,
     v_scale: Float[Array, "P KV ps"] | None = None,
-) -> Float[Array, "S KV G vd"]:
+    value_weights: Float[Array, "H out vd"] | None = None,
+) -> Float[Array, "S KV G out"]:
     """Decode attention: one query token a row over its first `kv_lens` cached tokens.
 
     Softmax in float32. Rows with `kv_lens` 0 return zeros. With a `window`, a query sees so many
     tokens, itself included; `soft_cap` c makes scores c * tanh(score / c). `sinks` are scores of a
     key that every query sees and that has no value: a term of the softmax's denominator. `block` is
     how many keys the reference takes at once, by which a row's result differs in the last bits;
-    None: what is fastest for as many rows.
+    None: what is fastest for as many rows. What a query head attended to goes through its matrix of
+    `value_weights`, if there are any.
     """
     pool = _pool(k_pool, v_pool, value_dim, k_scale, v_scale)
     if not implementation.startswith("reference"):
         how = _options(implementation, scale, window, soft_cap)
         if pool.v is not None and _for_hopper(pool, implementation):
-            return mosaic_decode.paged_attention(
-                q, pool.k, pool.v, page_table, kv_lens, sinks, **how
-            )
+            where = (page_table, kv_lens, sinks)
+            out = mosaic_decode.paged_attention(q, pool.k, pool.v, *where, **how)
+            return out if value_weights is None else project_values(out, value_weights)
         pages = triton_blocks.Pool(pool.k, pool.v, pool.k_scale, pool.v_scale)
-        how |= {"value_dim": pool.value_dim}
+        how |= {"value_dim": pool.value_dim, "value_weights": value_weights}
         return triton_decode.paged_attention(q, pages, page_table, kv_lens, sinks, **how)
     dynamic, seen = implementation == "reference", reference.Seen(window, soft_cap, sinks)
-    return reference.paged_attention(q, pool, page_table, kv_lens, scale, seen, dynamic, block)
+    out = reference.paged_attention(q, pool, page_table, kv_lens, scale, seen, dynamic, block)
+    return out if value_weights is None else project_values(out, value_weights)
 
 
 def paged_prefill(
@@ -99,7 +103,7 @@ def paged_prefill(
     pool = _pool(k_pool, v_pool, value_dim, k_scale, v_scale)
     if not implementation.startswith("reference"):
         how = _options(implementation, scale, window, soft_cap)
-        if pool.v is not None and _for_hopper(pool, implementation):
+        if pool.v is not None and _for_hopper(pool, implementation, prefill=True):
             return mosaic_prefill.paged_prefill(q, pool.k, pool.v, page_table, tiles, sinks, **how)
         pages = triton_blocks.Pool(pool.k, pool.v, pool.k_scale, pool.v_scale)
         how |= {"value_dim": pool.value_dim}
@@ -166,9 +170,11 @@ def _pool(
     return reference.Pool(k_pool, v_pool, width, k_scale, v_scale)
 
 
-def _for_hopper(pool: reference.Pool, implementation: Implementation) -> bool:
-    dims = pool.k.shape[3], pool.value_dim
-    known = hopper_takes(*dims, pool.page_size, pool.k.dtype.name)
+def _for_hopper(
+    pool: reference.Pool, implementation: Implementation, prefill: bool = False
+) -> bool:
+    shape = pool.k.shape[3], pool.value_dim, pool.page_size
+    known = hopper_takes(*shape, pool.k.dtype.name, prefill=prefill)
     return implementation.startswith("mosaic") and known
 
 
@@ -191,6 +197,7 @@ __all__ = [
     "choose_body",
     "paged_attention",
     "paged_prefill",
+    "project_values",
     "rotate_and_write",
     "write_kv",
     "write_latent",

@@ -17,6 +17,9 @@ HOPPER: Capability = (9, 0)
 ON_HOPPER: Implementation = "triton"
 # What Hopper's own kernels take: dimensions of keys and values apart, and element types of pages.
 HOPPER_HEADS = (64, 80, 96, 128, 192, 256)
+# Of a tile that is not whole, rows are copied one by one out of shared memory, where TMA begins at
+# multiples of 128 bytes only: those of other heads do not lie so.
+HOPPER_PREFILL_HEADS = (64, 128, 256)
 HOPPER_PAGES = ("bfloat16", "float16")
 HOPPER_PAGE_SIZES = (16, 32, 64, 128)
 DIMENSIONS = 16  # of keys and values: a tensor core takes so many at once
@@ -57,11 +60,13 @@ def choose_body(
     return Body(ON_HOPPER if capability == HOPPER else "triton")
 
 
-def hopper_takes(head_dim: int, value_dim: int, page_size: int, page_dtype: str) -> bool:
+def hopper_takes(
+    head_dim: int, value_dim: int, page_size: int, page_dtype: str, prefill: bool = False
+) -> bool:
     """Whether Hopper's own kernels take pages of keys, and as wide values apart from them."""
     return (
         head_dim == value_dim
-        and head_dim in HOPPER_HEADS
+        and head_dim in (HOPPER_PREFILL_HEADS if prefill else HOPPER_HEADS)
         and page_size in HOPPER_PAGE_SIZES
         and page_dtype in HOPPER_PAGES
     )

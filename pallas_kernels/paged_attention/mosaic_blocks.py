@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 MASKED = -1e30  # finite: exp(MASKED - MASKED) must not be NaN
 ROWS = 64  # of one wgmma
 TILE = 8  # rows of a tile in shared memory
+ALIGNED = 128  # bytes: TMA begins at multiples of it in shared memory
 # Dimensions of a head above which a warpgroup gathers half of its values: registers hold no more.
 WIDE = 128
 LOG2E = math.log2(math.e)
@@ -175,6 +176,36 @@ def turn(o: Options, q: Any, k: Any, v: Any, p: Any, visible: Any, state: State)
     return new_top, total, values
 
 
+def turns(
+    o: Options,
+    ring: Ring,
+    q: Any,
+    p: Any,
+    dims: Any,
+    blocks: tuple[Any, Any],
+    visible: Callable[[Any], Any],
+    before: Callable[[Any], Any],
+    after: Callable[[Any, Any, Any], None],
+) -> State:
+    """All turns over blocks [first, end) as they arrive; of values, `dims`.
+
+    What `before(block)` finds while a block is still awaited goes to `after(block, stage, found)`,
+    when its stage is free again.
+    """
+    begin, end = blocks
+
+    def step(block: Any, state: State) -> State:
+        stage = lax.rem(block - begin, jnp.int32(o.stages))
+        found = before(block)
+        plgpu.barrier_wait(ring.loaded.at[stage])
+        k, v = ring.k.at[stage], ring.v.at[stage, :, dims]
+        state = turn(o, q, k, v, p, visible(block), state)
+        after(block, stage, found)
+        return state
+
+    return lax.fori_loop(begin, end, step, start_state(o))
+
+
 def attend(
     o: Options,
     source: Source,
@@ -192,19 +223,15 @@ def attend(
         def _begin(block: Any = begin + stage, stage: int = stage) -> None:
             fetch(o, source, ring, block, stage, pages_of(o, source, block))
 
-    def step(block: Any, state: State) -> State:
-        stage, coming = lax.rem(block - begin, jnp.int32(o.stages)), block + o.stages
-        pages = pages_of(o, source, coming)  # asked for early: they come while we multiply
-        plgpu.barrier_wait(ring.loaded.at[stage])
-        state = turn(o, q, ring.k.at[stage], ring.v.at[stage], p, visible(block), state)
+    def ask(block: Any) -> Any:  # early: page numbers come while we multiply
+        return pages_of(o, source, block + o.stages)
 
-        @pl.when(coming < end)
-        def _go_on() -> None:
-            fetch(o, source, ring, coming, stage, pages)
+    def go_on(block: Any, stage: Any, pages: Any) -> None:
+        @pl.when(block + o.stages < end)
+        def _() -> None:
+            fetch(o, source, ring, block + o.stages, stage, pages)
 
-        return state
-
-    return lax.fori_loop(begin, end, step, start_state(o))
+    return turns(o, ring, q, p, slice(None), blocks, visible, ask, go_on)
 
 
 def feed(o: Options, source: Source, ring: Ring, consumed: Any, blocks: tuple[Any, Any]) -> None:
@@ -235,17 +262,23 @@ def attend_fed(
     visible: Callable[[Any], Any],
 ) -> State:
     """All turns over blocks [first, end), which another warpgroup fetches; of values, `dims`."""
-    begin, end = blocks
 
-    def step(block: Any, state: State) -> State:
-        stage = lax.rem(block - begin, jnp.int32(o.stages))
-        plgpu.barrier_wait(ring.loaded.at[stage])
-        k, v = ring.k.at[stage], ring.v.at[stage, :, dims]
-        state = turn(o, q, k, v, p, visible(block), state)
+    def say(block: Any, stage: Any, found: None) -> None:
         plgpu.barrier_arrive(consumed.at[stage])
-        return state
 
-    return lax.fori_loop(begin, end, step, start_state(o))
+    return turns(o, ring, q, p, dims, blocks, visible, lambda block: None, say)
+
+
+def finish(o: Options, state: State, sink: Any, out: Any) -> None:
+    """What the rows attended to, into shared memory; `sink` is a score of a key without a value."""
+    top, total, values = state
+    decay = 1.0 / total
+    if sink is not None:
+        raised = jnp.maximum(top, sink * LOG2E)
+        decay = jnp.exp2(top - raised)
+        decay = decay / (total * decay + jnp.exp2(sink * LOG2E - raised))
+    out[...] = (values * down(decay, o.values)).astype(out.dtype)
+    plgpu.commit_smem()
 
 
 def keys_of(o: Options, block: Any) -> Int[Array, "R T"]:

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention import mosaic_blocks as blocks
 from pallas_kernels.paged_attention.mosaic_blocks import ROWS, Options, Ring, Source
-from pallas_kernels.paged_attention.splits import combine, num_splits
+from pallas_kernels.paged_attention.splits import Parts, num_splits
+from pallas_kernels.paged_attention.triton_combine import combine
 
 STAGES = 2
 
@@ -46,38 +47,48 @@ def paged_attention(
     heads = kv_heads * pl.cdiv(rows, ROWS)
     splits = num_splits(slots * heads, longest if window is None else min(longest, window))
     dtype = k_pool.dtype
-    q = jnp.pad(q.astype(dtype), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
     k, v, loaded = blocks.ring_types(o, dtype, o.values)
-    per_row = jax.ShapeDtypeStruct((slots, heads, splits, ROWS), jnp.float32)
-    top, total, values = blocks.kernel(
+    alone = splits == 1 and sinks is None
+    queries = q.astype(dtype)
+    if alone and _share_tiles(q, o.values):
+        queries = queries.reshape(slots, -1, head_dim)
+    else:
+        queries = jnp.pad(queries, ((0, 0), (0, 0), (0, rows - group), (0, 0)))
+    per_row = jax.ShapeDtypeStruct(
+        (slots, kv_heads, splits, ROWS * (heads // kv_heads)), jnp.float32
+    )
+    of_parts = (slots, kv_heads, splits, group, head_dim)
+    values = jax.ShapeDtypeStruct(of_parts, q.dtype if alone else jnp.float32)
+    found = blocks.kernel(
         functools.partial(_kernel, o, heads // kv_heads, splits),
         interpret,
         kernel_name="paged_attention_mosaic",
         grid=(slots, heads, splits, halves),
         grid_names=("slot", "head", "split", "half"),
-        out_type=[
-            per_row,
-            per_row,
-            jax.ShapeDtypeStruct((slots, kv_heads, splits, rows, head_dim), jnp.float32),
-        ],
+        out_type=[values] if alone else [values, per_row, per_row],
         scratch_types=[
             blocks.tiled(o, dtype, ROWS, head_dim),
             blocks.tiled(o, dtype, ROWS, keys),
             plgpu.SMEM((2, ROWS), jnp.float32),
             plgpu.Barrier(),
             # The result takes the place of keys and values when they have been read.
-            plgpu.RefUnion((k, v), plgpu.SMEM((ROWS, o.values), jnp.float32)),
+            plgpu.RefUnion((k, v), plgpu.SMEM((ROWS, o.values), values.dtype)),
             loaded,
         ],
-    )(q, k_pool, v_pool, page_table, kv_lens)
+    )(queries, k_pool, v_pool, page_table, kv_lens)
+    if alone:
+        return found[0].reshape(q.shape)
+    values, top, total = found
+    how: dict[str, Any] = {"group": group, "dtype": q.dtype, "interpret": interpret}
+    return combine(Parts(top, total, values), kv_lens, sinks, None, **how)
 
-    def by_query(found: Float[Array, "S H N R"]) -> Float[Array, "S KV G N"]:
-        shape = (slots, kv_heads, heads // kv_heads, splits, ROWS)
-        found = jnp.moveaxis(found.reshape(shape), 3, -1)
-        return found.reshape(slots, kv_heads, -1, splits)[:, :, :group]
 
-    values = jnp.swapaxes(values[:, :, :, :group], 2, 3)
-    return combine(by_query(top), by_query(total), values, sinks, kv_lens, q.dtype)
+def _share_tiles(q: Float[Array, "S KV G hd"], values: int) -> bool:
+    """Whether heads of several keys lie in each tile that TMA copies, and results of each, which
+    are rows of `values`, where TMA may begin to copy them back."""
+    _, kv_heads, group, _ = q.shape
+    aligned = values * q.dtype.itemsize % blocks.ALIGNED == 0
+    return blocks.TILE % group == 0 and kv_heads * group % blocks.TILE == 0 and aligned
 
 
 def _kernel(
@@ -89,27 +100,23 @@ def _kernel(
     v_pool: Any,
     table: Any,
     lens: Any,
-    top_ref: Any,
-    total_ref: Any,
-    values_ref: Any,
-    q: Any,
-    p: Any,
-    found: Any,
-    q_loaded: Any,
-    pages_or_out: Any,
-    loaded: Any,
+    *refs: Any,
 ) -> None:
+    values_ref, *per_row = refs[:-6]  # the maxima and sums of parts, if they are to be combined
+    q, p, found, q_loaded, pages_or_out, loaded = refs[-6:]
     slot, split = lax.axis_index("slot"), lax.axis_index("split")
     program = lax.axis_index("head")
     head, part = lax.div(program, jnp.int32(row_blocks)), lax.rem(program, jnp.int32(row_blocks))
     length = lens[slot]
-    rows = min(ROWS, values_ref.shape[3])
     (k, v), out = pages_or_out
+    half = lax.axis_index("half")
+    dims = pl.ds(pl.multiple_of(half * o.values, o.values), o.values)
+    mine, begins = _own_queries(q_ref, slot, head, part, values_ref.shape[3])
+    store = functools.partial(_store, out, values_ref.at[slot, head, split], part, begins, dims)
 
     @pl.when(length > 0)
     def _() -> None:
-        mine = q_ref.at[slot, head, pl.ds(part * ROWS, rows)]
-        plgpu.copy_gmem_to_smem(mine, q.at[pl.ds(0, rows)], q_loaded)
+        plgpu.copy_gmem_to_smem(mine, q.at[pl.ds(0, mine.shape[0])], q_loaded)
         first = jnp.int32(0) if o.window is None else jnp.maximum(length - o.window, 0)
         begin, end = (
             lax.div(first, jnp.int32(o.keys)),
@@ -118,8 +125,6 @@ def _kernel(
         share = lax.div(end - begin + splits - 1, jnp.int32(splits))
         begin = begin + split * share
         end = jnp.minimum(begin + share, end)
-        half = lax.axis_index("half")
-        dims = pl.ds(pl.multiple_of(half * o.values, o.values), o.values)
         source = Source(k_pool, v_pool, table, slot, head, dims, first, length)
 
         def visible(block: Any) -> Any:
@@ -128,20 +133,56 @@ def _kernel(
 
         plgpu.barrier_wait(q_loaded)
         ring = Ring(k, v, loaded)
-        top, total, values = blocks.attend(o, source, ring, q, p, (begin, end), visible)
+        state = blocks.attend(o, source, ring, q, p, (begin, end), visible)
+        if not per_row:
+            blocks.finish(o, state, None, out)
+            store()
+            return
+        top, total, out[...] = state
         found[0] = top / blocks.LOG2E
         found[1] = total
-        out[...] = values
         plgpu.commit_smem()
 
         @pl.when(half == 0)
         def _() -> None:
-            plgpu.copy_smem_to_gmem(found.at[0], top_ref.at[slot, program, split])
-            plgpu.copy_smem_to_gmem(found.at[1], total_ref.at[slot, program, split])
+            for i, ref in enumerate(per_row):
+                place = ref.at[slot, head, split, pl.ds(part * ROWS, ROWS)]
+                plgpu.copy_smem_to_gmem(found.at[i], place)
 
-        place = values_ref.at[slot, head, split, pl.ds(part * ROWS, rows), dims]
-        plgpu.copy_smem_to_gmem(out.at[pl.ds(0, rows)], place)
-        plgpu.wait_smem_to_gmem(0)
+        store()
+
+    if not per_row:
+
+        @pl.when(length <= 0)
+        def _() -> None:
+            nothing = jnp.zeros((ROWS, o.values), out.dtype)
+            out[...] = plgpu.layout_cast(nothing, blocks.LAYOUT)
+            plgpu.commit_smem()
+            store()
+
+
+def _own_queries(q_ref: Any, slot: Any, head: Any, part: Any, group: int) -> tuple[Any, Any]:
+    """Whole tiles with the queries of a key's head, and the row of the first one in them."""
+    if len(q_ref.shape) == 4:
+        rows = min(ROWS, q_ref.shape[2])
+        return q_ref.at[slot, head, pl.ds(part * ROWS, rows)], 0
+    first = head * group
+    begins = lax.rem(first, jnp.int32(blocks.TILE))
+    tile = pl.multiple_of(first - begins, blocks.TILE)
+    return q_ref.at[slot, pl.ds(tile, blocks.TILE)], begins
+
+
+def _store(out: Any, values_ref: Any, part: Any, begins: Any, dims: Any) -> None:
+    """A block of rows to where they belong: of the last one, those that there are."""
+    for i in range(pl.cdiv(values_ref.shape[0], ROWS)):
+        rows = min(ROWS, values_ref.shape[0] - i * ROWS)
+
+        @pl.when(part == i)
+        def _(rows: int = rows, i: int = i) -> None:
+            place = values_ref.at[pl.ds(i * ROWS, rows), dims]
+            plgpu.copy_smem_to_gmem(out.at[pl.ds(begins, rows)], place)
+
+    plgpu.wait_smem_to_gmem(0)
 
 
 # By itself, to be compiled and timed; in a step it is part of that program.

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention import mosaic_blocks as blocks
-from pallas_kernels.paged_attention.mosaic_blocks import LOG2E, ROWS, Options, Ring, Source
+from pallas_kernels.paged_attention.mosaic_blocks import ROWS, Options, Ring, Source
 from pallas_kernels.paged_attention.reference import TILE_ROWS
 
 STAGES = 2
@@ -129,21 +129,9 @@ def _kernel(
         values = pl.ds(half, o.values) if halves > 1 else slice(None)
         state = blocks.attend_fed(o, Ring(*ring), consumed, mine, weights, values, span, visible)
         sink = None if sinks is None else sinks[head, member]
-        _finish(o, state, sink, out.at[warpgroup])
+        blocks.finish(o, state, sink, out.at[warpgroup])
         dims = pl.ds(pl.multiple_of(begins + half, o.values), o.values)
         _store(out.at[warpgroup], out_ref, (first, before, count), dims)
-
-
-def _finish(o: Options, state: blocks.State, sink: Any, out: Any) -> None:
-    """What the rows attended to, into shared memory."""
-    top, total, values = state
-    decay = 1.0 / total
-    if sink is not None:
-        raised = jnp.maximum(top, sink * LOG2E)
-        decay = jnp.exp2(top - raised)
-        decay = decay / (total * decay + jnp.exp2(sink * LOG2E - raised))
-    out[...] = (values * blocks.down(decay, o.values)).astype(out.dtype)
-    plgpu.commit_smem()
 
 
 def _store(out: Any, out_ref: Any, rows: tuple[Any, Any, Any], dims: Any) -> None:

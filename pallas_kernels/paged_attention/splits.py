@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 MOST_SPLITS = 16
 WANTED_PROGRAMS = 264  # two for each multiprocessor of a large GPU
 SPLIT_KEYS = 256  # keys that are worth a program of their own
+
+
+class Parts(NamedTuple):
+    """What each program found of a row: the maximum of scores, the sum of weights by it, and the
+    values weighted so. Of R rows a key/value head the first G count."""
+
+    top: Float[Array, "S KV N R"]
+    total: Float[Array, "S KV N R"]
+    values: Float[Array, "S KV N R vd"]
 
 
 def num_splits(programs: int, longest: int) -> int:
@@ -17,22 +28,10 @@ def num_splits(programs: int, longest: int) -> int:
     return max(1, min(wanted, MOST_SPLITS, pl.cdiv(longest, SPLIT_KEYS)))
 
 
-def combine(
-    top: Float[Array, "S KV G N"],
-    total: Float[Array, "S KV G N"],
-    values: Float[Array, "S KV G N vd"],
-    sinks: Float[Array, "KV G"] | None,
-    kv_lens: Int[Array, " S"],
-    dtype: jnp.dtype,
-) -> Float[Array, "S KV G vd"]:
-    """The parts of a row weighted by what each found; XLA fuses it."""
-    highest = jnp.max(top, axis=-1)
-    if sinks is not None:
-        highest = jnp.maximum(highest, sinks.astype(jnp.float32)[None])
-    weights = jnp.exp(top - highest[..., None])
-    whole = jnp.sum(weights * total, axis=-1)
-    if sinks is not None:
-        whole += jnp.exp(sinks.astype(jnp.float32)[None] - highest)
-    out = jnp.sum(weights[..., None] * values, axis=-2)
-    out = out / jnp.where(whole == 0, 1.0, whole)[..., None]  # NaN stays: the row failed
-    return jnp.where((kv_lens > 0)[:, None, None, None], out, 0).astype(dtype)
+def project_values(
+    attended: Float[Array, "S KV G vd"], value_weights: Float[Array, "H out vd"]
+) -> Float[Array, "S KV G out"]:
+    """What each head attended to, times the transposed matrix of that head."""
+    by_head = attended.reshape(attended.shape[0], -1, attended.shape[3])
+    product = jnp.einsum("shv,hov->sho", by_head, value_weights)
+    return product.reshape(*attended.shape[:3], -1)

@@ -69,6 +69,14 @@ def parts(size: int) -> tuple[Part, ...]:
     return tuple(found)
 
 
+def key_parts(o: Options, pool: Pool) -> tuple[Part, ...]:
+    """A key in powers of two: of one that begins with its value, the value's parts first."""
+    if pool.v is not None:
+        return parts(o.head_dim)
+    rest = parts(o.head_dim - o.value_dim)
+    return (*parts(o.value_dim), *((o.value_dim + first, size) for first, size in rest))
+
+
 def power_of_two(size: int) -> int:
     """The smallest power of two that is not less."""
     return 1 << (size - 1).bit_length()
@@ -94,7 +102,7 @@ def load_queries(
         dtype = q.dtype if pool.k_scale is not None else pool.k.dtype
         return (q.astype(jnp.float32) * o.scale).astype(dtype)
 
-    return tuple(load(part) for part in parts(o.head_dim))
+    return tuple(load(part) for part in key_parts(o, pool))
 
 
 def dims_of(part: Part) -> Int[Array, "1 d"]:
@@ -131,7 +139,7 @@ def attend_block(
     def scales(array: Any) -> Float[Array, "1 T"]:
         return plgpu.load(array.at[pages, head, offsets], mask=exist, other=0)[None, :]
 
-    k = [load(pool.k, part) for part in parts(o.head_dim)]
+    k = [load(pool.k, part) for part in key_parts(o, pool)]
     scores = sum(plgpu.dot(mine, theirs, trans_b=True) for mine, theirs in zip(q, k))
     if pool.k_scale is not None:
         scores = scores * scales(pool.k_scale)

@@ -16,8 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tuning
 from pallas_kernels.paged_attention import triton_blocks as blocks
-from pallas_kernels.paged_attention.splits import combine, num_splits
+from pallas_kernels.paged_attention.splits import Parts, num_splits, project_values
 from pallas_kernels.paged_attention.triton_blocks import Options, Pool
+from pallas_kernels.paged_attention.triton_combine import combine
 from pallas_kernels.tuning import Tiling
 
 TUNED = "attention, decode, triton"  # its name in the table of measured sizes
@@ -37,7 +38,8 @@ def paged_attention(
     soft_cap: float | None,
     interpret: bool = False,
     tiling: Tiling | None = None,
-) -> Float[Array, "S KV G vd"]:
+    value_weights: Float[Array, "H out vd"] | None = None,
+) -> Float[Array, "S KV G out"]:
     """See the package. Each row's keys are divided over as many programs as shapes alone say, so
     its result does not depend on its neighbours. `tiling` None: as `choose_tiling` says."""
     slots, kv_heads, group, head_dim = q.shape
@@ -47,8 +49,8 @@ def paged_attention(
     row_blocks, longest = pl.cdiv(group, rows), page_table.shape[1] * page_size
     heads = kv_heads * row_blocks
     splits = num_splits(slots * heads, longest if window is None else min(longest, window))
-    shape = (slots, kv_heads, group, splits)
-    whole = [jax.ShapeDtypeStruct((*shape[:3], value_dim), q.dtype)]
+    shape = (slots, kv_heads, splits, group)
+    whole = [jax.ShapeDtypeStruct((slots, kv_heads, group, value_dim), q.dtype)]
     split = [
         jax.ShapeDtypeStruct(shape, jnp.float32),
         jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -65,9 +67,9 @@ def paged_attention(
         name="paged_attention",
     )(q, page_table, kv_lens, *(x for x in optional if x is not None))
     if alone:
-        return found[0]
-    top, total, values = found
-    return combine(top, total, values, sinks, kv_lens, q.dtype)
+        return found[0] if value_weights is None else project_values(found[0], value_weights)
+    how: dict[str, Any] = {"group": group, "dtype": q.dtype, "interpret": interpret}
+    return combine(Parts(*found), kv_lens, sinks, value_weights, **how)
 
 
 def rule(group: int, value_dim: int) -> Tiling:
@@ -125,10 +127,10 @@ def _kernel(
             plgpu.store(where, value.astype(outs[0].dtype), mask=real[:, None])
         return
     top_ref, total_ref, values_ref = outs
-    plgpu.store(top_ref.at[slot, head, rows, split], top, mask=real)
-    plgpu.store(total_ref.at[slot, head, rows, split], total, mask=real)
+    plgpu.store(top_ref.at[slot, head, split, rows], top, mask=real)
+    plgpu.store(total_ref.at[slot, head, split, rows], total, mask=real)
     for dims, value in zip(blocks.parts(o.value_dim), values):
-        where = values_ref.at[slot, head, rows[:, None], split, blocks.dims_of(dims)]
+        where = values_ref.at[slot, head, split, rows[:, None], blocks.dims_of(dims)]
         plgpu.store(where, value, mask=real[:, None])
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.quantised_matmul import reference, triton
+from pallas_kernels.quantised_matmul import mosaic, reference, triton
 from pallas_kernels.quantised_matmul.dispatch import Body, Implementation, choose_body, problem
 from pallas_kernels.quantised_matmul.weight import (
     Activations,
@@ -18,27 +18,34 @@ from pallas_kernels.quantised_matmul.weight import (
 
 def quantised_matmul(
     x: Float[Array, "M K"],
-    weight: QuantisedWeight,
+    weight: QuantisedWeight | Float[Array, "N K"],
     *,
     implementation: Implementation,
     out_dtype: Any = None,
+    splits: int | None = None,
 ) -> Float[Array, "M N"]:
     """x times the transposed matrix that the weight stands for, summed in float32 or int32.
 
     x is rounded as `weight.activations` says. The result has x's dtype unless `out_dtype` asks for
-    another. Raises ValueError for a weight whose parts do not fit each other, or x,
-    and by kernels for what they do not multiply.
+    another. `splits` are programs of a kernel that share the columns; None: as the shape says. To
+    add what several found takes a launch more. Raises ValueError for a weight whose parts do not
+    fit each other, or x, and by kernels for what they do not multiply.
     """
-    weight.check()
+    if isinstance(weight, QuantisedWeight):
+        weight.check()
     if len(weight.shape) != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"weight: a matrix {list(weight.shape)} for x of {list(x.shape)}")
     out_dtype = out_dtype or x.dtype
     if implementation == "reference":
         return reference.quantised_matmul(x, weight, out_dtype=out_dtype)
-    interpret = implementation == "triton_interpreted"
+    interpret = implementation.endswith("_interpreted")
     if not interpret and (why := problem(weight, x.dtype)):
         raise ValueError(f"weight: {why}")
-    return triton.quantised_matmul(x, weight, out_dtype=out_dtype, interpret=interpret)
+    how: dict[str, Any] = {"out_dtype": out_dtype, "interpret": interpret}
+    hopper = implementation.startswith("mosaic")
+    if hopper and isinstance(weight, QuantisedWeight) and mosaic.takes(x, weight):
+        return mosaic.quantised_matmul(x, weight, **how)
+    return triton.quantised_matmul(x, weight, splits=splits, **how)
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Rows of x rounded to few bits, each with a scale of its own: one pass that XLA fuses."""
+"""Rows of x rounded to few bits, each with a scale of its own: in plain jax."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Num
 
 from pallas_kernels.quantised_matmul.weight import Activations
 
-INT8_MOST, FLOAT8_MOST = 127.0, 448.0
+INT8_MOST, FLOAT8_MOST, LEAST_SCALE = 127.0, 448.0, 1e-12
 PAIR = 254.0  # what is left over after rounding is at most half a unit, and int8 has 127
 
 
@@ -28,6 +28,11 @@ class Rounded(NamedTuple):
         return product.reshape(-1, self.terms, product.shape[1]).sum(axis=1)
 
 
+def most(activations: Activations) -> float:
+    """The number that the largest magnitude of a row becomes."""
+    return FLOAT8_MOST if activations == "float8_e4m3fn" else INT8_MOST
+
+
 def rounded(x: Float[Array, "M K"], activations: Activations) -> Rounded:
     """x as the weight's kind has it (per-token scales: Dettmers et al. 2022, arXiv:2208.07339).
 
@@ -37,8 +42,7 @@ def rounded(x: Float[Array, "M K"], activations: Activations) -> Rounded:
     if activations == "as_given":
         return Rounded(x)
     x = x.astype(jnp.float32)
-    most = FLOAT8_MOST if activations == "float8_e4m3fn" else INT8_MOST
-    scales = jnp.maximum(jnp.max(jnp.abs(x), axis=-1) / most, 1e-12)
+    scales = jnp.maximum(jnp.max(jnp.abs(x), axis=-1) / most(activations), LEAST_SCALE)
     scales = jnp.where(jnp.isfinite(x).all(axis=-1), scales, jnp.nan)
     units = x * (1 / scales)[:, None]
     if activations == "float8_e4m3fn":

@@ -10,9 +10,15 @@ from pallas_kernels.dispatch import Body, Capability, Device
 from pallas_kernels.quantised_matmul.triton_product import FEWEST_COLUMNS, step_columns
 from pallas_kernels.quantised_matmul.weight import QuantisedWeight
 
-# "reference" is XLA's; "triton" are the kernels for NVIDIA GPUs; "triton_interpreted" runs them
-# anywhere, for tests.
-Implementation = Literal["reference", "triton", "triton_interpreted"]
+# "reference" is XLA's; "triton" are the kernels for NVIDIA GPUs, "mosaic" the one for compute
+# capability 9.0, with Triton for what it does not take; "…_interpreted" runs them anywhere, for
+# tests.
+Implementation = Literal[
+    "reference", "triton", "triton_interpreted", "mosaic", "mosaic_interpreted"
+]
+HOPPER: Capability = (9, 0)
+# The body for Hopper. Its own kernel has never run on a GPU; "mosaic" here would prefer it.
+ON_HOPPER: Implementation = "triton"
 
 # Element types of x that tensor cores take without rounding.
 ROWS = ("bfloat16", "float16")
@@ -33,7 +39,8 @@ def choose_body(device: Device, weight: QuantisedWeight, x_dtype: Any) -> Body[I
     if device.platform == "cpu":
         return Body("reference")
     why = device.problem() or problem(weight, x_dtype, device.capability)
-    return Body("reference" if why else "triton", why)
+    best = ON_HOPPER if device.capability == HOPPER else "triton"
+    return Body("reference" if why else best, why)
 
 
 def problem(weight: Any, x_dtype: Any, capability: Capability | None = None) -> str:

@@ -21,9 +21,11 @@ FEWEST_ROWS = 2  # XLA's int8 product of one row is ten times as slow as that of
 
 
 def quantised_matmul(
-    x: Float[Array, "M K"], weight: QuantisedWeight, *, out_dtype: Any
+    x: Float[Array, "M K"], weight: QuantisedWeight | Float[Array, "N K"], *, out_dtype: Any
 ) -> Float[Array, "M N"]:
     """See the package. Where x is rounded to int8, integers are multiplied as integers."""
+    if not isinstance(weight, QuantisedWeight):
+        return _dot(x, weight, jnp.float32).astype(out_dtype)
     if weight.activations == "as_given":
         return _as_given(x, weight, out_dtype)
     x = x if weight.order is None else x[:, weight.order]

@@ -16,9 +16,16 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from pallas_kernels.quantised_matmul.weight import ZERO_OF_INT4
+from pallas_kernels.quantised_matmul.weight import ZERO_OF_INT4, Activations, QuantisedWeight
 
 MOST_COLUMNS = 128  # of x in one turn of the loop; half of it for weights of 16 bits
+# Rows that share weights, at most: rows and outputs of a block, warps, and stages of the loop.
+BLOCKS = (
+    (16, (16, 64, 4, 4)),
+    (32, (32, 64, 4, 4)),
+    (64, (64, 64, 4, 3)),
+    (1 << 31, (128, 128, 8, 3)),
+)
 FEWEST_COLUMNS = 32  # in two products of 16, if packed, or in one of 8 bits: a tensor core's own
 
 
@@ -66,6 +73,22 @@ def options(bits: int, columns: int, block: tuple[int, int], rows: int, outputs:
     if bits == 16:  # or two turns of large blocks exceed the shared memory of smaller GPUs
         step = min(step, MOST_COLUMNS // 2)
     return Options(bits, step, group if group < columns else 0, scale_rows, rows, outputs)
+
+
+def block_sizes(rows: int) -> tuple[int, int, int, int]:
+    """Rows and outputs of a block, warps and stages where so many rows share weights."""
+    return next(sizes for most, sizes in BLOCKS if rows <= most)
+
+
+def stored(
+    weights: QuantisedWeight | Num[Array, "*E N K"],
+) -> tuple[tuple[int, tuple[int, int], Activations], list[Array]]:
+    """(bits, block, activations) of weights, and their arrays in the order of `Refs`."""
+    if not isinstance(weights, QuantisedWeight):
+        return (16, (1, weights.shape[-1]), "as_given"), [weights]
+    arrays = [weights.values, weights.scales, weights.zeros]
+    kind = (weights.bits, weights.block, weights.activations)
+    return kind, [array for array in arrays if array is not None]
 
 
 def load(at: Any, mask: Any) -> Any:

@@ -54,8 +54,10 @@ def attention_device_cases() -> Iterator[DeviceCase]:
         decode = _case(case, "decode", DECODE, decode_tilings(case), DECODE_TARGET)
         prefill = _case(case, "prefill", PREFILL, prefill_tilings(case), PREFILL_TARGET)
         yield from (decode, prefill)
-        if hopper_takes(case.head_dim, _value_dim(case), case.page_size, case.pages):
+        pages = (case.head_dim, _value_dim(case), case.page_size, case.pages)
+        if hopper_takes(*pages):
             yield _by_mosaic(decode, "decode", _run_hopper_decode, case)
+        if hopper_takes(*pages, prefill=True):
             yield _by_mosaic(prefill, "prefill", _run_hopper_prefill, case)
 
 

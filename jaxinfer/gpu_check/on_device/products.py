@@ -3,9 +3,10 @@ kinds that `matmul_kernels` compiles."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,8 @@ from jaxinfer.gpu_check.matmul_kernels import (
     V3,
     V3_UP,
     W8A8,
+    W8A8_BLOCKS,
+    W8A8_FLOAT8,
     Stored,
 )
 from jaxinfer.gpu_check.on_device.registry import DeviceCase, Inputs, Purpose, Sizes
@@ -35,20 +38,31 @@ from jaxinfer.roofline.kernels import Storage, Work
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.quantised_matmul import QuantisedWeight, dequantise, quantised_matmul
 from pallas_kernels.quantised_matmul import reference as plain
-from pallas_kernels.quantised_matmul.dispatch import STORED
+from pallas_kernels.quantised_matmul.dispatch import HOPPER, STORED
 from pallas_kernels.tuning import Tiling
 
 TOLERANCE = 2e-2  # sums in float32, rounded to 8 bits of mantissa
 # What is run: the tokens of a step, and of experts how many each token has.
 DENSE = ((LLAMA, INT8, 16), (LLAMA, INT4, 64), (LLAMA, AWQ, 16), (LLAMA, FLOAT8, 64),
-         (LLAMA, W8A8, 512), (V3, FLOAT8_BLOCKS, 32))  # fmt: skip
+         (LLAMA, W8A8, 512), (LLAMA, W8A8_FLOAT8, 512), (V3, FLOAT8_BLOCKS, 32),
+         (V3, W8A8_BLOCKS, 512))  # fmt: skip
 EXPERTS = ((MIXTRAL, PLAIN, 64, 2), (QWEN, AWQ, 64, 8), (V3_UP, FLOAT8_BLOCKS, 64, 8))
 
 
 def product_cases() -> Iterator[DeviceCase]:
-    """All of `DENSE` and `EXPERTS`."""
+    """All of `DENSE`, by Hopper's own kernel too where it takes them, and of `EXPERTS`."""
     for models, stored, tokens in DENSE:
-        yield _case("matmul", models, stored, tokens, 1)
+        case = _case("matmul", models, stored, tokens, 1)
+        yield case
+        if stored in (W8A8_FLOAT8, W8A8_BLOCKS):
+            yield dataclasses.replace(
+                case,
+                kernel=f"{case.kernel}, mosaic",
+                sizes={**case.sizes, "tiny": {**case.sizes["tiny"], "tokens": 66}},
+                run=functools.partial(_run, body="mosaic"),
+                oldest=HOPPER,
+                newest=HOPPER,
+            )
     for models, stored, tokens, top_k in EXPERTS:
         yield _case("experts' matmul", models, stored, tokens, top_k)
 
@@ -127,12 +141,12 @@ def _weight(stored: Stored, shape: tuple[int, ...], keys: list[Array]) -> Array 
     )
 
 
-def _run(inputs: Inputs, interpret: bool, tiling: Tiling | None) -> Array:
-    body: Literal["triton", "triton_interpreted"] = "triton_interpreted" if interpret else "triton"
+def _run(inputs: Inputs, interpret: bool, tiling: Tiling | None, body: str = "triton") -> Array:
+    how: Any = f"{body}_interpreted" if interpret else body
     if "group_sizes" not in inputs:
-        return quantised_matmul(inputs["x"], inputs["weight"], implementation=body)
+        return quantised_matmul(inputs["x"], inputs["weight"], implementation=how)
     given = (inputs["x"], inputs["weight"], inputs["group_sizes"])
-    return grouped_matmul(*given, implementation=body)
+    return grouped_matmul(*given, implementation=how)
 
 
 def _reference(inputs: Inputs) -> Float[Array, "R N"]:

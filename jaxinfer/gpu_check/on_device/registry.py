@@ -74,11 +74,13 @@ def device_cases() -> Iterator[DeviceCase]:
     """Every case there is."""
     # All build on this module.
     from jaxinfer.gpu_check.on_device.attention import attention_device_cases
+    from jaxinfer.gpu_check.on_device.latents import latent_device_cases
     from jaxinfer.gpu_check.on_device.others import other_device_cases
     from jaxinfer.gpu_check.on_device.products import product_cases
     from jaxinfer.gpu_check.on_device.xla import xla_cases
 
     yield from attention_device_cases()
+    yield from latent_device_cases()
     yield from product_cases()
     yield from other_device_cases()
     yield from xla_cases()
