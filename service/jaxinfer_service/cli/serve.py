@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _SERVER = "Server"
 
+ENGINE_FAILED = 3  # the exit code of a server whose engine ended by itself
+
 
 def serve(
     model: options.Model,
@@ -144,7 +146,7 @@ def serve(
     console.set_up_logging(log_level, log_format)
     from jaxinfer.generation import TextOptions
     from jaxinfer_service.access import Access
-    from jaxinfer_service.server import ServerConfig
+    from jaxinfer_service.server import EngineFailedError, ServerConfig
 
     engine = engine_options.engine_config(
         preset,
@@ -186,6 +188,8 @@ def serve(
             stall_limit=stall_timeout,
         )
         loaded = asyncio.run(_serve(server, source))
+    except EngineFailedError as error:
+        console.fail(error, ENGINE_FAILED)
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         console.fail(error)
     if not loaded:
