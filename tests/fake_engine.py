@@ -26,6 +26,7 @@ from jaxinfer.request import (
     TokenLogprobs,
 )
 from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.step_times import StepTimes
 from jaxinfer.validation import EngineLimits
 
 EOS = 256
@@ -106,6 +107,7 @@ class ScriptedEngine:
         self.records: deque[StepRecord] = deque()
         self.ttft, self.tpot = Percentiles(), Percentiles()
         self.experts: ExpertLoad | None = None
+        self.times, self.compiles_after_ready = StepTimes(), 0
         self._refusals: list[SequenceEvent] = []
 
     @property
