@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -38,13 +39,12 @@ from jaxinfer import sampler_outcomes as outcomes
 from jaxinfer.compile_watch import CompileWatch
 from jaxinfer.expert_load import ExpertLoad
 from jaxinfer.grammar_process import GrammarError
-from jaxinfer.load import KEPT_LATENCIES, Load, Percentiles, SlotRow, StepRecord
+from jaxinfer.load import Load, SlotRow, StepRecord
 from jaxinfer.memory_plan import MemoryPlan
 from jaxinfer.prompt_logprobs import PromptLogprobs
 from jaxinfer.request import (
     Abort,
     Command,
-    Counters,
     FinishReason,
     LateError,
     Request,
@@ -55,19 +55,14 @@ from jaxinfer.runner import StepResult, StepRunner
 from jaxinfer.scheduler import Scheduler
 from jaxinfer.sequence import NO_SLOT, Sequence
 from jaxinfer.step_plan import RowRules, StepPlan
+from jaxinfer.step_times import StepTimes
+from jaxinfer.tally import Tally
 from jaxinfer.token_masks import TokenMasks, wait_for
 from jaxinfer.token_rules import NothingAllowedError, SequenceRules
 from jaxinfer.unread import Unread
 from jaxinfer.validation import EngineLimits
 
 RULES_WAIT_S = 0.01  # how long an idle step waits for what may be a sequence's first token
-
-_FINISHED = (
-    FinishReason.EOS,
-    FinishReason.STOP_ID,
-    FinishReason.STOP_STRING,
-    FinishReason.LENGTH,
-)
 
 _NOT_FINITE = "the model's logits are not finite"
 
@@ -76,7 +71,8 @@ class Engine:
     """Owns scheduler and runner. `overlap`: dispatch a step before the previous one is read.
 
     What is decided depends on `now` alone; `clock`, if given, only stamps events with the time
-    their step was read, which is later than the step's `now` by the time it took.
+    their step was read, which is later than the step's `now` by the time it took, and measures
+    (`times`).
     """
 
     def __init__(
@@ -101,11 +97,11 @@ class Engine:
         self.runner = runner
         self.limits = limits
         self.overlap = overlap
-        self.counters = Counters()
-        self._in_flight: deque[tuple[StepPlan, Any]] = deque()
+        self._tally = Tally()
+        self.counters = self._tally.counters
+        self.times = StepTimes(clock or time.monotonic)
+        self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()
         self._pending: list[SequenceEvent] = []  # ends decided between steps
-        self._ttft: deque[float] = deque(maxlen=KEPT_LATENCIES)
-        self._tpot: deque[float] = deque(maxlen=KEPT_LATENCIES)
         self._load = self._look()
 
     @property
@@ -145,16 +141,14 @@ class Engine:
 
     def _end_unread(self, request_id: str, reason: FinishReason, now: float) -> None:
         self._unread.remove(request_id)
-        self.counters.aborted += 1
-        self._count_end(reason)
+        self._tally.ended(reason)
         self._pending.append(SequenceEvent(request_id, finish=reason, time=now))
 
     def _queue(self, request: Request, rules: SequenceRules | None, now: float) -> None:
         try:
             self.scheduler.add(request)
         except LateError as error:
-            self.counters.refused += 1
-            self._count_end(FinishReason.LATE)
+            self._tally.refused(FinishReason.LATE)
             late = SequenceEvent(request.id, finish=FinishReason.LATE, error=str(error), time=now)
             self._pending.append(late)
         else:
@@ -176,19 +170,20 @@ class Engine:
 
     def step(self, now: float) -> list[SequenceEvent]:
         """Dispatch the next step, read the previous one, return what it brought."""
+        began = self.times.clock()
         for sequence in self.scheduler.deadlines.expired(now):
             self._end(sequence, FinishReason.DEADLINE, now)
         if self._unread:
             self._queue_read(now)
         plan = self.scheduler.plan(now)
-        self._count_decisions()
+        self._tally.decisions(self.scheduler)
         events, self._pending = self._pending, []
         read: list[SequenceEvent] = []
         if plan is not None:
             if self._num_ruled and any(s.rules is not None for _, s in plan.sampled()):
                 plan.rules = RowRules(functools.partial(self._settle, plan, read, now))
             handle = self.runner.dispatch(plan)
-            self._in_flight.append((plan, handle))
+            self._in_flight.append((plan, handle, self.times.clock()))
             events += self._announced(plan, now)
         elif not self._in_flight:
             self._unread.wait(RULES_WAIT_S)
@@ -196,13 +191,16 @@ class Engine:
         events += read + self._pending  # what reading brought, and brought to an end
         self._pending = []
         self._load = self._look()
+        self.times.stepped(began)
         return events
 
     def _read_steps(self, keep: int, events: list[SequenceEvent], now: float) -> None:
         """Read all steps in flight but the last `keep`."""
         while len(self._in_flight) > keep:
-            plan, handle = self._in_flight[0]
+            plan, handle, dispatched = self._in_flight[0]
+            asked = self.times.clock()
             result = self.runner.collect(handle)
+            self.times.collected(result.program, dispatched, asked)
             events += self._read(plan, result, self._clock() if self._clock else now)
             self.scheduler.retire(plan)
             self._in_flight.popleft()  # last: until its pages are back there is work
@@ -273,8 +271,7 @@ class Engine:
                 continue
             self.counters.generated_tokens += 1
             if sequence.first_token is None:
-                sequence.first_token = now
-                self._ttft.append(now - sequence.request.arrival)
+                self._tally.first_token(sequence, now)
             top = sequence.request.params.logprobs
             logprobs = () if top is None else (result.row_logprobs(row, top),)
             finish = None
@@ -353,14 +350,8 @@ class Engine:
             self._num_ruled -= 1
             sequence.rules.forget()
         self.scheduler.finish(sequence, failed=reason is FinishReason.ERROR)
-        if reason in _FINISHED:
-            self.counters.finished += 1
-        else:
-            self.counters.aborted += 1
-        self._count_end(reason)
-        later_tokens = len(sequence.tokens) - sequence.prompt_len - 1
-        if sequence.first_token is not None and later_tokens > 0:
-            self._tpot.append((now - sequence.first_token) / later_tokens)
+        self._tally.ended(reason)
+        self._tally.last_token(sequence, now)
 
     # -- what can be seen from outside, from any thread ------------------------------------------
 
@@ -380,8 +371,13 @@ class Engine:
 
     def load(self) -> Load:
         """What the engine was doing when its last step ended: all figures are of that moment."""
-        ttft, tpot = Percentiles.of(list(self._ttft)), Percentiles.of(list(self._tpot))
+        ttft, tpot = self._tally.latencies()
         return dataclasses.replace(self._load, ttft=ttft, tpot=tpot)
+
+    @property
+    def compiles_after_ready(self) -> int:
+        """Programs that JAX compiled while serving; there should be none."""
+        return self.compiles.compiles_after_ready if self.compiles else 0
 
     def _look(self) -> Load:
         scheduler, counters = self.scheduler, self.counters
@@ -394,13 +390,3 @@ class Engine:
             page_size=scheduler.limits.page_size,
             counters=dataclasses.replace(counters, by_reason=dict(counters.by_reason)),
         )
-
-    def _count_end(self, reason: FinishReason) -> None:
-        by_reason = self.counters.by_reason
-        by_reason[reason.value] = by_reason.get(reason.value, 0) + 1
-
-    def _count_decisions(self) -> None:
-        counters, scheduler = self.counters, self.scheduler
-        counters.preemptions, counters.thrashes = scheduler.preemptions, scheduler.thrash.count
-        counters.prefix_queries = scheduler.prefix_queries
-        counters.prefix_hits = scheduler.prefix_hits

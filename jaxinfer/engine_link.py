@@ -8,6 +8,7 @@ from typing import Protocol
 from jaxinfer.expert_load import ExpertLoad
 from jaxinfer.load import Load, SlotRow, StepRecord
 from jaxinfer.request import Command, Counters, FinishReason, SequenceEvent
+from jaxinfer.step_times import StepTimes
 from jaxinfer.stream import Sample
 
 OnEvents = Callable[[list[SequenceEvent]], None]
@@ -28,6 +29,12 @@ class EngineView(Protocol):
     def page_states(self) -> list[bytes]: ...  # by KV group, a byte a page: see `page_allocator`
 
     def slot_rows(self) -> list[SlotRow]: ...  # the sequences that have a slot
+
+    @property
+    def times(self) -> StepTimes: ...
+
+    @property
+    def compiles_after_ready(self) -> int: ...
 
     @property
     def experts(self) -> ExpertLoad | None: ...  # None for a model without

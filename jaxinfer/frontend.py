@@ -316,6 +316,11 @@ class Frontend:
             generated_tokens=counters.generated_tokens - self._dropped_tokens,
         )
 
+    @property
+    def failure(self) -> str:
+        """What ended the engine by itself, or ""."""
+        return self._engine.failure if self._engine.status == "failed" else ""
+
     def unavailable(self) -> str:
         """Why requests are not taken now, or ""."""
         return self._closed or self._trouble()

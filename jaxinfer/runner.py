@@ -32,6 +32,7 @@ class StepResult:
     logprobs: np.ndarray | None = None  # int32[rows, 2 + 2 * top], see logprob_columns
     expert_load: np.ndarray | None = None  # int32[layers, experts], see step.forward
     scored: np.ndarray | None = None  # as `logprobs`, of positions that the pieces have scored
+    program: str = ""  # which of the forwards it was
 
     def row_logprobs(self, row: int, top: int) -> TokenLogprobs:
         """What is known of the chosen token, `top` others with it. Needs the full sampler."""
@@ -166,7 +167,9 @@ class Runner:
         scored = None
         if handle.scored:
             scored = np.concatenate([np.asarray(b) for b in handle.scored])[: handle.num_scored]
-        return StepResult(out[:, 0].tolist(), out[:, 1].tolist(), logprobs, load, scored)
+        tokens, outcomes = out[:, 0].tolist(), out[:, 1].tolist()
+        program = f"{handle.shape.rows}+{handle.shape.chunk}"
+        return StepResult(tokens, outcomes, logprobs, load, scored, program)
 
     def admit(self, admitted: list[Sequence], resumed: list[Sequence]) -> None:
         """Upload options and pages of admitted sequences, and the history penalties need."""

@@ -27,6 +27,7 @@ from jaxinfer.request import (
     Submit,
     TokenLogprobs,
 )
+from jaxinfer.step_times import StepTimes
 from jaxinfer.tokenizer import Tokenizer
 from jaxinfer.validation import EngineLimits
 
@@ -109,6 +110,7 @@ class ScriptedEngine:
         self.records: deque[StepRecord] = deque()
         self.ttft, self.tpot = Percentiles(), Percentiles()
         self.experts: ExpertLoad | None = None
+        self.times, self.compiles_after_ready = StepTimes(), 0
         self._refusals: list[SequenceEvent] = []
 
     @property

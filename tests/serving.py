@@ -14,7 +14,7 @@ import grpc
 import pytest
 from fake_engine import byte_tokenizer
 from jaxinfer_service.client import AsyncClient
-from jaxinfer_service.server import OpenedModel, Server, ServerConfig
+from jaxinfer_service.server import EngineFailedError, OpenedModel, Server, ServerConfig
 
 from jaxinfer.engine_thread import EngineThread
 from jaxinfer.text import TextProcessor
@@ -60,7 +60,8 @@ async def serving_model(open_model, client=None, **config):
     finally:
         server.shut_down()
         server.shut_down()
-        await task
+        with contextlib.suppress(EngineFailedError):  # as some tests have it
+            await task
 
 
 async def refused(call) -> grpc.aio.AioRpcError:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int8
 
-from pallas_kernels.quantised_matmul.activations import INT8_MOST, PAIR
+from pallas_kernels.quantised_matmul.activations import INT8_MOST, LEAST_SCALE, PAIR
 
 
 def pair_product(
@@ -19,7 +19,7 @@ def pair_product(
     """float32 x times the transposed values * scales. Rounds as `activations.rounded` does, and
     says likewise where a row is not finite."""
     rows, x = x.shape[0], x.astype(jnp.float32)
-    own = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / INT8_MOST, 1e-12)
+    own = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / INT8_MOST, LEAST_SCALE)
     units = x * (1 / own)
     high = jnp.round(units)
     low = jnp.round((units - high) * PAIR)

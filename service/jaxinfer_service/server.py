@@ -79,6 +79,7 @@ class ServerConfig:
         allowed_origins: of pages that may call over HTTP, as https://example.com; "*" is all.
         drain_timeout: seconds that running requests have to finish after SIGTERM.
         stall_limit: seconds without a step, while there is work, that count as a stall.
+        failed_grace: seconds for which a server whose engine failed still says so before it ends.
     """
 
     host: str = "127.0.0.1"
@@ -90,6 +91,11 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()
     drain_timeout: float = 30.0
     stall_limit: float = 60.0
+    failed_grace: float = 5.0
+
+
+class EngineFailedError(RuntimeError):
+    """The engine ended by itself, and with it the server."""
 
 
 class Server:
@@ -120,7 +126,8 @@ class Server:
     async def run(self, on_signals: bool = True) -> bool:
         """Serve until shut down. Returns whether the model was loaded by then.
 
-        Raises ListenError, or what `open_model` raises; then nothing is left running.
+        Raises ListenError, what `open_model` raises, or EngineFailedError; then nothing is left
+        running.
         """
         check_listen(self.config.host, self.config.port)  # if both are taken, this one is named
         http = self._bind_http()
@@ -224,6 +231,8 @@ class Server:
         await asyncio.to_thread(frontend.stop)
         self._live.close()
         logger.info("stopped", extra=dataclasses.asdict(frontend.counters))
+        if frontend.failure:
+            raise EngineFailedError(f"the server has stopped because {frontend.failure}")
 
     async def _watch(self, served: ServedModel) -> None:
         """Keep health true to the engine's state, and count its steps while it remembers them."""
@@ -238,6 +247,10 @@ class Server:
                 else:
                     logger.info("serving", extra=self._where())
             before = reason
+            if served.frontend.failure:  # nothing will come of it any more; let that be seen
+                await asyncio.sleep(self.config.failed_grace)
+                self._stopping.set()
+                return
             await asyncio.sleep(min(CHECK_SECONDS, self.config.stall_limit / 4))
 
     def _where(self) -> dict[str, Any]:

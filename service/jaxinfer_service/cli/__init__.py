@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from jaxinfer_service import version
+from jaxinfer_service.cli import options
 from jaxinfer_service.cli.chat import chat
 from jaxinfer_service.cli.checkpoint import convert, inspect
 from jaxinfer_service.cli.evaluate import evaluate
@@ -28,9 +29,11 @@ app = typer.Typer(
     name="jaxinfer",
     help="Serve language models with JAX.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "auto_envvar_prefix": options.VARIABLES,  # --max-model-len of serve: JAXINFER_SERVE_...
+    },
 )
 
 _RUN, _WATCH, _CHECKPOINTS, _MEASURE = "Run a model", "Watch", "Checkpoints", "Measure"

@@ -74,11 +74,11 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(fields, default=str, ensure_ascii=False)
 
 
-def fail(error: object) -> NoReturn:
-    """One clear line, and exit code 1."""
+def fail(error: object, code: int = 1) -> NoReturn:
+    """One clear line, and an exit code; docs/operations.md has them all."""
     logger.debug("failed", exc_info=error if isinstance(error, BaseException) else None)
     typer.echo(f"jaxinfer: {error}", err=True)
-    raise typer.Exit(1)
+    raise typer.Exit(code)
 
 
 def decoded(data: bytes) -> str:

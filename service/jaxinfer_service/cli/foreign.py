@@ -9,7 +9,6 @@ _PRIORITIES = (
 )
 _ONE_REPLICA = "a server is one replica: shard it with --tensor-parallel-size, or run several"
 _CHECKPOINT = "the checkpoint's own is used; convert or edit the checkpoint instead"
-_NO_AUTH = "the server has no TLS or keys yet; keep it on a private --host, or behind a proxy"
 _NO_ADAPTERS = "adapters are not supported; merge them into the checkpoint"
 _ALWAYS = "is always on; leave it out"
 _REQUEST = "is set by each request, not by the server"
@@ -76,9 +75,9 @@ ADVICE: dict[str, str] = {
     "--hf-overrides": _CHECKPOINT,
     "--load-format": "is found from the files; leave it out",
     "--download-dir": "set the environment variable JAXINFER_CACHE",
-    "--api-key": _NO_AUTH,
-    "--ssl-keyfile": _NO_AUTH,
-    "--ssl-certfile": _NO_AUTH,
+    "--api-key": "use --api-keys FILE; `jaxinfer make-key` writes its entries",
+    "--ssl-keyfile": "use --tls-key",
+    "--ssl-certfile": "use --tls-cert",
     "--max-logprobs": "a request may ask for the 20 most likely tokens; leave it out",
     "--max-num-partial-prefills": "a chunk serves up to 8 prompts at once; leave it out",
     "--long-prefill-token-threshold": "use --tpot-target-ms: chunks are sized so that running"

@@ -186,8 +186,9 @@ def _answer(
         completions = llm.generate(prompts, params, add_special_tokens=special)
         for completion in completions:
             typer.echo(json.dumps({"model": model, **_fields(completion)}, ensure_ascii=False))
-        if any(sample.error for completion in completions for sample in completion.samples):
-            raise typer.Exit(1)
+        errors = [s.error for completion in completions for s in completion.samples if s.error]
+        if errors:
+            raise RuntimeError(errors[0])
         return
     for number, prompt in enumerate(prompts, 1):
         if len(prompts) > 1:

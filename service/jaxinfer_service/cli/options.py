@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
 from typing import Annotated, Any
 
@@ -10,6 +12,7 @@ from typer.core import TyperCommand
 
 from jaxinfer_service.cli.foreign import ADVICE
 
+VARIABLES = "JAXINFER"  # JAXINFER_COMMAND_OPTION in the environment
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 _SIZE_UNITS = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -40,9 +43,20 @@ def _parse(value: str | int, units: dict[str, int], what: str) -> int:
 
 
 class Command(TyperCommand):
-    """A command whose unknown options are answered with what to use instead."""
+    """A command whose unknown options are answered with what to use instead.
+
+    Options come from the environment too, and a variable that names none is as wrong.
+    """
+
+    def __init__(self, *args: Any, **how: Any):
+        super().__init__(*args, **how)
+        for parameter in self.params:
+            parameter.show_envvar = False  # type: ignore[attr-defined] # they are all alike
+        example = f"{VARIABLES}_{self.name}_{self.params[-1].name}".upper().replace("-", "_")
+        self.epilog = f"All may come from the environment too: the last one here as {example}."
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        self._check_environment(ctx)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
@@ -54,6 +68,15 @@ class Command(TyperCommand):
                 hint = f"No such option: {name}. Did you mean {' or '.join(sorted(close))}?"
                 error.message, error.possibilities = hint, []  # type: ignore[attr-defined]
             raise
+
+    def _check_environment(self, ctx: Any) -> None:
+        begin = f"{ctx.auto_envvar_prefix}_"
+        known = {f"{begin}{str(parameter.name).upper()}" for parameter in self.params}
+        for name in os.environ:
+            if name.startswith(begin) and name not in known:
+                close = difflib.get_close_matches(name, known)
+                hint = f"did you mean {close[0]}?" if close else "unset it"
+                raise typer.BadParameter(f"the variable {name} names no option; {hint}")
 
 
 _ENGINE, _LOG = "Engine", "Logging"

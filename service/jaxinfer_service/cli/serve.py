@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _SERVER = "Server"
 
+ENGINE_FAILED = 3  # the exit code of a server whose engine ended by itself
+
 
 def serve(
     model: options.Model,
@@ -159,7 +161,7 @@ def serve(
     from jaxinfer.generation import TextOptions
     from jaxinfer_service.access import Access
     from jaxinfer_service.http.origins import read_origins
-    from jaxinfer_service.server import ServerConfig
+    from jaxinfer_service.server import EngineFailedError, ServerConfig
 
     engine = engine_options.engine_config(
         preset,
@@ -203,6 +205,8 @@ def serve(
             stall_limit=stall_timeout,
         )
         loaded = asyncio.run(_serve(server, source))
+    except EngineFailedError as error:
+        console.fail(error, ENGINE_FAILED)
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         console.fail(error)
     if not loaded:

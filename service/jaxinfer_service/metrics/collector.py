@@ -90,6 +90,7 @@ class _Families:
         yield from self._requests()
         yield from self._of(self._served.histograms)
         yield from self._own()
+        yield from self._times()
         yield from self._experts()
 
     # -- vLLM's ------------------------------------------------------------------------------------
@@ -191,6 +192,24 @@ class _Families:
         yield self._counter("thrashes", "Preemptions that undid others.", counters.thrashes)
         uptime = self._served.frontend.uptime
         yield self._gauge("uptime_seconds", "Since the server began to serve.", uptime)
+
+    def _times(self) -> Iterator[Metric]:
+        engine = self._served.frontend.engine
+        times, labels = engine.times, [*LABELS, "program"]
+        busy = "Seconds in which a step was on the device."
+        yield self._counter("device_busy_seconds", busy, times.busy)
+        host = "Seconds of the engine's thread, without waiting for the device."
+        yield self._counter("host_seconds", host, times.host)
+        late = "Programs compiled while serving; never expected."
+        yield self._counter("compiles_after_ready", late, engine.compiles_after_ready)
+        for name, help_text, values in (
+            ("steps", "By program: decode rows + prompt tokens.", {**times.steps}),
+            ("step_seconds", "Of steps on the device, by program.", {**times.seconds}),
+        ):
+            family = CounterMetricFamily(f"{self._prefix}:{name}", help_text, labels=labels)
+            for program, value in values.items():
+                family.add_metric([*self._labels, program], value)
+            yield family
 
     def _experts(self) -> Iterator[Metric]:
         experts = self._served.frontend.engine.experts
