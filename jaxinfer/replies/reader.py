@@ -11,6 +11,7 @@ from jaxinfer.replies.calls import Offered
 from jaxinfer.replies.events import Arguments, CallStart, Content, Event, Reading, Reasoning
 from jaxinfer.replies.formats import HARMONY, REASONING_PARSERS, TOOL_PARSERS, ReplyFormat
 from jaxinfer.replies.harmony import harmony
+from jaxinfer.replies.promised import read_promised
 from jaxinfer.replies.scan import Text, rest
 from jaxinfer.request import RequestError, Violation
 
@@ -35,11 +36,13 @@ class Replies:
     Attributes:
         offered: the tools that may be called; None reads no calls.
         parallel: whether there may be several calls; otherwise those behind the first are left out.
+        promised: the reply is held to be calls alone (`promised.only_calls`).
     """
 
     format: ReplyFormat
     offered: Offered | None = None
     parallel: bool = True
+    promised: bool = False
 
     @property
     def kept(self) -> frozenset[int]:
@@ -51,11 +54,14 @@ class Replies:
 
 
 def replies_with(
-    form: ReplyFormat, tools: Mapping[str, Mapping[str, Any]], parallel: bool = True
+    form: ReplyFormat,
+    tools: Mapping[str, Mapping[str, Any]],
+    parallel: bool = True,
+    promised: bool = False,
 ) -> Replies | None:
     """How replies are read where these tools may be called, by their parameters' JSON schemas; None
     where there is nothing to read. Raises RequestError where calls cannot be."""
-    if tools and not form.tool_parser:
+    if tools and not (form.tool_parser or promised):
         why = (
             "is given, and how this model calls tools is not known; serve it with"
             f" --tool-call-parser and one of {', '.join(TOOL_PARSERS)}"
@@ -63,7 +69,7 @@ def replies_with(
         raise RequestError([Violation("tools", why)])
     if not (tools or form.reasoning_parser or form.harmony):
         return None
-    return Replies(form, Offered(tools) if tools else None, parallel)
+    return Replies(form, Offered(tools) if tools else None, parallel, promised)
 
 
 class ReplyReader:
@@ -81,6 +87,9 @@ class ReplyReader:
 
     def _reading(self, prompt_tail: str) -> Reading[None]:
         form, offered = self._replies.format, self._replies.offered
+        if self._replies.promised and offered is not None:
+            yield from read_promised(self._text, offered)
+            return
         if form.harmony:
             yield from harmony(self._text, offered)
             return

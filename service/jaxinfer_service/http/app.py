@@ -77,7 +77,7 @@ class HttpFront:
         model = self._model(body.model)
         parallel = body.parallel_tool_calls is not False
         prompt = body.conversation(body.messages, model.opened.replies, parallel)
-        asks = [Ask(model, prompt, body.params(), body)]
+        asks = [Ask(model, prompt, body.params_of(model.opened.replies), body)]
         shape = answers.Chats(model.opened.text, body.prompt_logprobs)
         return await self._generate(asks, shape, body, request)
 

@@ -8,9 +8,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from jaxinfer.conversation import Conversation
-from jaxinfer.replies.formats import ReplyFormat
+from jaxinfer.replies.formats import TOLD, ReplyFormat
+from jaxinfer.replies.promised import only_calls, tagged_calls
 from jaxinfer.replies.reader import replies_with
 from jaxinfer.request import RequestError, Violation
+from jaxinfer.structured import StructuredOutput
 from jaxinfer_service.http.strict import Body, Listed, Several
 
 MOST_TOOLS = 1024  # of a request
@@ -180,21 +182,49 @@ class Templated(Body):
         tools = [] if self.tool_choice == "none" else self.tools or []
         replies = None
         if form is not None:
-            self._check_promises(tools)
             schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
-            replies = replies_with(form, schemas, parallel)
+            replies = replies_with(form, schemas, parallel, self._must_call)
         asked = [message.for_template for message in messages]
         return Conversation(asked, [tool.for_template for tool in tools], options, replies)
 
-    def _check_promises(self, tools: Sequence[Tool]) -> None:
-        why = "needs constrained decoding, which this server does not have"
-        if self.tool_choice not in (None, "auto", "none"):
-            said = f"asks for a call in any case, which {why}; leave it out, or say auto"
-            raise RequestError([Violation("tool_choice", said)])
-        for index, tool in enumerate(tools):
-            if tool.function.strict:
-                said = f"is true, which {why}; leave it out, and check the arguments yourself"
-                raise RequestError([Violation(f"tools[{index}].function.strict", said)])
+    @property
+    def _must_call(self) -> bool:
+        return self.tool_choice not in (None, "auto", "none")
+
+    def promised_calls(self, parallel: bool) -> StructuredOutput | None:
+        """The form of a reply that must be calls; None where it may be something else."""
+        choice = self.tool_choice
+        if not self._must_call:
+            return None
+        named = choice.function.name if isinstance(choice, NamedTool) else ""
+        schemas = {
+            tool.function.name: tool.function.parameters or {}
+            for tool in self.tools or ()
+            if named in ("", tool.function.name)
+        }
+        return only_calls(schemas, several=parallel and not named)
+
+    def strict_calls(self, form: ReplyFormat) -> StructuredOutput | None:
+        """The form of a reply that may have calls, some of them strict ones; None without these.
+
+        Raises RequestError where a model writes calls in a form that it cannot be held to.
+        """
+        tools = self.tools or ()
+        strict = [index for index, tool in enumerate(tools) if tool.function.strict]
+        if not strict or self._must_call or self.tool_choice == "none":
+            return None
+        if form.tool_parser != TOLD:
+            why = (
+                "is true, to which calls in this model's form are held with tool_choice required or"
+                " a function's name only; set that, or leave it out"
+            )
+            raise RequestError([Violation(f"tools[{strict[0]}].function.strict", why)])
+        return tagged_calls(
+            {
+                tool.function.name: tool.function.parameters if tool.function.strict else None
+                for tool in tools
+            }
+        )
 
 
 BODIES = (TextPart, CalledFunction, ToolCall, Message, Function, Tool, NamedFunction, NamedTool)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -50,6 +50,8 @@ class ResponseFormat(Body):
 class Ruled(Body):
     """What completions and chats may ask of the tokens of an answer."""
 
+    form_field: ClassVar[str] = "structured"  # that asked for a form, if none of those here did
+
     min_tokens: int | None = None
     allowed_token_ids: Listed[int] | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = None
@@ -84,7 +86,7 @@ class Ruled(Body):
         try:
             yield
         except RequestError as error:
-            field = next(iter(self._forms()), "structured")
+            field = next(iter(self._forms()), self.form_field)
             found = error.violations
             named = [field if v.field.split(".")[0] == "structured" else v.field for v in found]
             raise RequestError(

@@ -6,12 +6,14 @@ Ranges are checked where all requests are (`jaxinfer/validation.py`); here are n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from jaxinfer.generation import SamplingDefaults
+from jaxinfer.replies.formats import ReplyFormat
 from jaxinfer.request import MAX_LOGIT_BIAS, RequestError, Violation
+from jaxinfer.structured import StructuredOutput
 from jaxinfer.validation import EngineLimits
 from jaxinfer_service.http import chat_schema
 from jaxinfer_service.http.chat_schema import Message, Templated
@@ -173,6 +175,7 @@ class ChatCompletion(Sampling, Templated):
     parallel_tool_calls: bool | None = Field(
         None, description="false: calls behind the first are left out."
     )
+    form_field: ClassVar[str] = "tools"
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatCompletion:
@@ -185,6 +188,24 @@ class ChatCompletion(Sampling, Templated):
                 "add_special_tokens is true for a chat, whose template decides by itself"
             )
         return self
+
+    def _forms(self) -> dict[str, StructuredOutput]:
+        calls = self.promised_calls(self.parallel_tool_calls is not False)
+        return super()._forms() | ({"tools": calls} if calls else {})
+
+    def params_of(self, form: ReplyFormat) -> dict[str, Any]:
+        """`params`, with what strict tools need of a model whose replies have this form.
+
+        Raises RequestError where it cannot be promised.
+        """
+        given = self.params()
+        strict = self.strict_calls(form)
+        if strict is None:
+            return given
+        if "structured" in given:
+            why = "has strict ones, and the answer is to have another form too; it has one"
+            raise RequestError([Violation("tools", why)])
+        return given | {"structured": strict}
 
     def params(self) -> dict[str, Any]:
         given = super().params()
