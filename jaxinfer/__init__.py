@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.platform import prepare
 
 if TYPE_CHECKING:
-    from jaxinfer.llm import LLM, Completion
+    from jaxinfer.completion import Completion
+    from jaxinfer.llm import LLM
     from jaxinfer.request import FinishReason, SamplingParams, Scheduling
     from jaxinfer.structured import StructuredOutput
 
@@ -25,7 +26,7 @@ __all__ = [
 
 _HOME = {
     "LLM": "jaxinfer.llm",
-    "Completion": "jaxinfer.llm",
+    "Completion": "jaxinfer.completion",
     "FinishReason": "jaxinfer.request",
     "SamplingParams": "jaxinfer.request",
     "Scheduling": "jaxinfer.request",

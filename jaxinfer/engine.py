@@ -45,6 +45,7 @@ from jaxinfer.prompt_logprobs import PromptLogprobs
 from jaxinfer.request import (
     Abort,
     Command,
+    Counters,
     FinishReason,
     LateError,
     Request,
@@ -98,11 +99,15 @@ class Engine:
         self.limits = limits
         self.overlap = overlap
         self._tally = Tally()
-        self.counters = self._tally.counters
         self.times = StepTimes(clock or time.monotonic)
         self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()
         self._pending: list[SequenceEvent] = []  # ends decided between steps
         self._load = self._look()
+
+    @property
+    def counters(self) -> Counters:
+        """Requests and tokens since the start."""
+        return self._tally.counters
 
     @property
     def has_work(self) -> bool:

@@ -16,16 +16,15 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from jaxinfer.completion import Completion, Job, completion_of
 from jaxinfer.config import EngineConfig
 from jaxinfer.generation import GenerationDefaults, SamplingDefaults, TextOptions
 from jaxinfer.grammar_process import GrammarError
 from jaxinfer.llm_arguments import check_options, one_each, several_prompts
 from jaxinfer.presets import preset_values
-from jaxinfer.prompt_logprobs import PromptLogprobs
 from jaxinfer.request import (
     Abort,
     Counters,
@@ -36,12 +35,11 @@ from jaxinfer.request import (
     Scheduling,
     SequenceEvent,
     Submit,
-    TokenLogprobs,
     Violation,
 )
 from jaxinfer.structure_check import refusal
 from jaxinfer.structured import StructuredOutput
-from jaxinfer.text import Chat, Delta, OutputBuilder, Params, Prompt, TextProcessor, Timing
+from jaxinfer.text import Chat, Delta, Params, Prompt, TextProcessor
 from jaxinfer.validation import EngineLimits
 
 if TYPE_CHECKING:
@@ -70,41 +68,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _UNSET: Params = {}  # the model's generation defaults decide everything
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """The output for one prompt: of its only sample, or of the first and `more` with it.
-
-    Attributes:
-        text: the output as text, as what follows the prompt.
-        token_ids: all output tokens, the one that ended the output included.
-        finish_reason: why it ended; `stop` is the stop string or token id that did it.
-        logprobs: one entry an output token, if asked for.
-        timing: seconds from submission to the engine.
-        prompt_token_ids: the prompt as the model saw it.
-        cached_tokens: how many of those the prefix cache had.
-        prompt_logprobs: of the prompt's tokens but for the first, if asked for.
-        error: what failed when the finish reason is ERROR.
-        more: the further samples where `SamplingParams.n` is above 1.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    stop: str | int | None
-    logprobs: list[TokenLogprobs]
-    timing: Timing
-    prompt_token_ids: list[int]
-    cached_tokens: int = 0
-    prompt_logprobs: PromptLogprobs | None = None
-    error: str = ""
-    more: tuple[Completion, ...] = ()
-
-    @property
-    def samples(self) -> tuple[Completion, ...]:
-        """All samples of the prompt, this one first."""
-        return (self, *self.more)
 
 
 def open_engine(
@@ -212,7 +175,7 @@ class LLM:
         self.engine = engine
         self.tokenizer = tokenizer
         self._text = TextProcessor(tokenizer, eos_ids, engine.limits, sampling)
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, Job] = {}
         self._ids = itertools.count(1)
 
     def generate(
@@ -238,7 +201,7 @@ class LLM:
             add_special_tokens,
         )
         jobs = iter(self._run([request for ask in asks for request in ask]))
-        return [_completion([job for _, job in zip(ask, jobs)]) for ask in asks]
+        return [completion_of([job for _, job in zip(ask, jobs)]) for ask in asks]
 
     def chat(
         self,
@@ -318,7 +281,7 @@ class LLM:
             raise refusal(structure, error) from error
         self._text.structures.note(structure)
 
-    def _run(self, requests: list[Request]) -> list[_Job]:
+    def _run(self, requests: list[Request]) -> list[Job]:
         """Run requests to their ends, a bounded number of them in the engine at a time."""
         waiting, jobs = iter(requests), []
         window = 2 * self.engine.limits.max_num_seqs
@@ -333,7 +296,7 @@ class LLM:
             self._abandon(jobs)
 
     def _stream(self, ask: list[Request]) -> Iterator[Delta]:
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         try:
             for index, request in enumerate(ask):
                 jobs.append(self._submit(request, index))
@@ -345,10 +308,10 @@ class LLM:
         finally:
             self._abandon(jobs)
 
-    def _submit(self, request: Request, index: int = 0) -> _Job:
+    def _submit(self, request: Request, index: int = 0) -> Job:
         now = time.monotonic()
         request = dataclasses.replace(request, arrival=now)
-        job = _Job(request, self._text.output(request, index), Delta(index))
+        job = Job(request, self._text.output(request, index), Delta(index))
         self.engine.execute(Submit(request), now)
         self._jobs[request.id] = job
         return job
@@ -365,7 +328,7 @@ class LLM:
                 if event.finish is None:  # a stop string, which the engine knows nothing of
                     self._abort(job, FinishReason.STOP_STRING)
 
-    def _abandon(self, jobs: list[_Job]) -> None:
+    def _abandon(self, jobs: list[Job]) -> None:
         """End those that have not ended, and let the engine put everything back."""
         for job in jobs:
             if self._jobs.pop(job.request.id, None) is not None:
@@ -373,40 +336,5 @@ class LLM:
         while self.engine.has_work and not self._jobs:
             self._step()
 
-    def _abort(self, job: _Job, reason: FinishReason) -> None:
+    def _abort(self, job: Job, reason: FinishReason) -> None:
         self.engine.execute(Abort(job.request.id, reason), time.monotonic())
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """One request on its way and what came of it since it was last taken."""
-
-    request: Request
-    output: OutputBuilder
-    delta: Delta
-
-    def take(self) -> Delta:
-        delta, self.delta = self.delta, Delta(self.delta.index)
-        return delta
-
-    def completion(self) -> Completion:
-        whole = self.delta
-        assert whole.finish is not None and whole.timing is not None
-        return Completion(
-            whole.text,
-            whole.token_ids,
-            whole.finish.reason,
-            whole.finish.stop,
-            whole.logprobs,
-            whole.timing,
-            list(self.request.prompt),
-            whole.cached_tokens,
-            whole.prompt_logprobs,
-            whole.finish.error,
-        )
-
-
-def _completion(jobs: Sequence[_Job]) -> Completion:
-    """What the samples of one prompt brought."""
-    first, *more = [job.completion() for job in jobs]
-    return dataclasses.replace(first, more=tuple(more)) if more else first

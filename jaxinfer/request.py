@@ -10,11 +10,12 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from jaxinfer.structured import StructuredOutput
+
 if TYPE_CHECKING:
     from jaxinfer.prompt_logprobs import PromptLogprobs
+    from jaxinfer.token_rules import TokenRules
 
-from jaxinfer.structured import StructuredOutput
-from jaxinfer.token_rules import TokenRules
 
 MAX_STOP_IDS = 64  # stop ids a slot can hold on the device, the model's own EOS ids included
 MAX_LOGIT_BIAS = 512  # logit_bias entries a slot can hold on the device

@@ -166,6 +166,7 @@ class ScriptedEngine:
         known = [r for r in self.waiting if r.id == command.request_id]
         for request in known:
             self.waiting.remove(request)
+            self._refusals.append(SequenceEvent(request.id, finish=command.reason, time=now))
         if known or self.running.pop(command.request_id, None):
             self._count_end(command.request_id, command.reason)
 

@@ -290,7 +290,7 @@ BAD = [
     ({"messages": [{"role": "assistant"}]}, "messages[0]", "content is missing"),
     ({"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]}, "messages[0]", "tool"),
     ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role", "at least 1"),
-    ({"functions": []}, "functions", "not known"),
+    ({"functions": [{}]}, "functions", "not known"),
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 from test_engine import OPTIONS, SPLIT, TIGHT, WHOLE
 from tiny_engine import VOCAB, check, drive, engine_for, request
 
-from jaxinfer.request import Counters
+from jaxinfer.tally import Tally
 
 PAGE = SPLIT.page_size
 UNCACHED = dataclasses.replace(SPLIT, prefix_cache=False)
@@ -35,7 +35,7 @@ def test_cold_and_then_with_a_hit(setup, length):
 
 def drive_more(engine, r):
     """`drive` counts from zero: a fresh engine's counters for each request."""
-    engine.counters = Counters()
+    engine._tally = Tally()
     return drive(engine, [r])[r.id]
 
 

@@ -24,8 +24,9 @@ from tiny_engine import (
 )
 
 from jaxinfer.prompt_logprobs import PromptLogprobs
-from jaxinfer.request import Counters, FinishReason, SamplingParams
+from jaxinfer.request import FinishReason, SamplingParams
 from jaxinfer.step_plan import SCORED_ROWS, Piece, StepPlan, pack_scored
+from jaxinfer.tally import Tally
 
 PAGE = SPLIT.page_size
 SCORED = SamplingParams(temperature=0, prompt_logprobs=3)
@@ -36,7 +37,7 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 def drive_more(engine, *requests):
-    engine.counters = Counters()
+    engine._tally = Tally()
     return drive(engine, list(requests))
 
 

@@ -99,9 +99,7 @@ def generate(
 ) -> None:
     """Continue prompts in this process, without a server; the text streams to stdout."""
     console.set_up_logging(log_level, log_format)
-    if not as_json and (logprobs is not None or prompt_logprobs is not None):
-        option = "--logprobs" if prompt_logprobs is None else "--prompt-logprobs"
-        raise typer.BadParameter(f"{option} is for --json; add it")
+    _check_printed(as_json, logprobs, prompt_logprobs)
     params = options.given(
         temperature=temperature,
         top_p=top_p,
@@ -159,6 +157,12 @@ def generate(
         _answer(llm, model, prompts, params, add_special_tokens, as_json)
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         console.fail(error)
+
+
+def _check_printed(as_json: bool, logprobs: int | None, prompt_logprobs: int | None) -> None:
+    if not as_json and (logprobs is not None or prompt_logprobs is not None):
+        option = "--logprobs" if prompt_logprobs is None else "--prompt-logprobs"
+        raise typer.BadParameter(f"{option} is for --json; add it")
 
 
 def _prompt(text: str, chat: bool) -> Any:
