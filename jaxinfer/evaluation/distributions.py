@@ -95,7 +95,7 @@ def _logits(runner: Runner, plan: StepPlan) -> Float[np.ndarray, "rows V"]:
     shapes = tuple(runner.programs.forward)
     shape = smallest_shape(shapes, len(plan.decodes), plan.chunk_tokens)
     packed = pack(plan, shape, runner.null_slot)
-    runner.pools, runner.slots, _, logits, _ = runner.programs.forward[shape](
+    runner.pools, runner.slots, _, logits, _, _ = runner.programs.forward[shape](
         runner.params, runner.pools, runner.slots, packed
     )
     rows = np.asarray(logits)

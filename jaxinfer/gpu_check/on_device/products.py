@@ -95,7 +95,8 @@ def _work(stored: Stored, top_k: int, sizes: Sizes) -> Work:
     storage = None
     if stored.bits < 16:
         scale_bits = 32 + (8 if stored.zeros else 0)
-        unit = None if stored.activations == "as_given" else stored.activations
+        rounded = {"as_given": None, "float8_e4m3fn": "float8"}
+        unit = rounded.get(stored.activations, stored.activations)
         storage = Storage(stored.bits, group or None, rows, scale_bits, unit)
     if not sizes["experts"]:
         return kernels.matmul("", sizes["tokens"], *shape, storage=storage)
