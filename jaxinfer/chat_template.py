@@ -111,7 +111,8 @@ def _compiled(source: str) -> tuple[jinja2.Template, frozenset[str], frozenset[s
     try:
         parsed = environment.parse(source)
         words = frozenset(node.value for node in parsed.find_all(nodes.Const) if _is_text(node))
-        names = meta.find_undeclared_variables(parsed) - environment.globals.keys()
+        again = environment.parse(source)  # finding its variables folds constants
+        names = meta.find_undeclared_variables(again) - environment.globals.keys()
         return environment.from_string(parsed), words, frozenset(names)
     except (RecursionError, MemoryError, SyntaxError) as error:  # of the Python it is made into
         raise jinja2.TemplateError("is nested too deeply, or too long") from error

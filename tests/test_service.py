@@ -98,7 +98,8 @@ async def test_every_sampling_field_reaches_the_engine():
         "include_stop": True, "ignore_eos": True, "logprobs": 3, "skip_special_tokens": False,
         "n": 1, "prompt_logprobs": 2, "truncate_prompt_tokens": 5,
     }  # fmt: skip
-    assert set(given) == set(pb.Sampling.DESCRIPTOR.fields_by_name)
+    rules = {"min_tokens", "allowed_token_ids", "bad_words", "structured"}  # test_rules_wire
+    assert set(given) | rules == set(pb.Sampling.DESCRIPTOR.fields_by_name)
     async with serving(ScriptedEngine(script)) as (_, client):
         await client.generate("x", **given, timeout=20)
         await client.generate("x")

@@ -122,15 +122,15 @@ async def abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
 
 
 def _details(error: Exception) -> Iterator[Message]:
-    """What kind of error it is, for programs, and what can be done about it."""
-    reason = _REASONS.get(type(error), "SERVER_ERROR")
-    yield error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN)
+    """What can be done about it, and what kind of error it is, for programs."""
     if isinstance(error, RequestError):
         yield _bad_request(error)
     if isinstance(error, QueueFullError | TooManyError):
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(math.ceil(error.retry_after * 1e9))
         yield error_details_pb2.RetryInfo(retry_delay=delay)
+    reason = _REASONS.get(type(error), "SERVER_ERROR")
+    yield error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN)
 
 
 def _bad_request(error: RequestError) -> error_details_pb2.BadRequest:
