@@ -330,10 +330,8 @@ class Engine:
         if not sequence.reported:
             sequence.reported = True
             first, cached = sequence.first_scheduled, sequence.cached_tokens
-        request_id = sequence.request.id
-        return SequenceEvent(
-            request_id, tokens, logprobs, finish, "", now, first, cached, of_prompt
-        )
+        id_, lost = sequence.request.id, sequence.preemptions
+        return SequenceEvent(id_, tokens, logprobs, finish, "", now, first, cached, of_prompt, lost)
 
     def _abort(self, command: Abort, now: float) -> None:
         if command.request_id in self._unread:

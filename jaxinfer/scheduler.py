@@ -343,6 +343,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, now: float, for_pages: bool = True) -> None:
         """Back to the front of its peers in the queue."""
         self.preemptions += 1
+        sequence.preemptions += 1
         if sequence.preempted and for_pages:  # more free pages would not help who lost its slot
             done = len(sequence.tokens) + sequence.num_in_flight - sequence.tokens_then
             self.thrash.preempted_again(done)

@@ -33,6 +33,7 @@ class Stream:
 
     def __init__(self, outputs: Sequence[OutputBuilder], leave: Callable[[Stream], None]):
         self.samples = [Sample(self, output.request, output) for output in outputs]
+        self.chat = False  # whether it is the reply to a chat
         self.timer: asyncio.TimerHandle | None = None  # of the deadline
         self.unended = len(outputs)  # samples whose end the front has not seen
         self._unread = len(outputs)  # samples whose end the reader has not seen

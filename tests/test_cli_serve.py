@@ -92,6 +92,12 @@ def test_a_model_that_cannot_be_loaded_is_one_line():
     assert line.startswith("jaxinfer: /nowhere/model does not exist")
 
 
+def test_spans_have_to_have_a_place_to_go():
+    done = in_process("serve", "/nowhere/model", "--otlp-traces-endpoint", "here")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith("jaxinfer: --otlp-endpoint is 'here'")
+
+
 def test_the_port_is_checked_before_the_model():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -189,3 +189,15 @@ def test_a_full_page_is_found_as_soon_as_its_sequence_takes_the_next(overlap):
     found = run.scheduler.pages.lookup(Sequence(begins_so, [*begins_so.prompt], root=runs.root))
     assert found == [runs.pages[0][:full]]
     run.drain()
+
+
+def test_events_say_how_often_their_request_was_preempted():
+    run = harness(101, slots=1)
+    low = run.submit([1] * 4, 30, scheduling=LOW)
+    said = []
+    for number in range(3):
+        for _ in range(4):
+            said += [e.preemptions for e in run.step() if e.request_id == low]
+        run.submit([2 + number] * 4, 2, scheduling=HIGH)
+    run.drain()
+    assert said == sorted(said) and {0, 1, 2} <= set(said)

@@ -88,6 +88,8 @@ ADVICE: dict[str, str] = {
     "--tool-parser-plugin": "--tool-call-parser names those there are",
     "--seed": _REQUEST,
     "--disable-log-requests": "requests are logged with --log-level debug only; leave it out",
+    "--enable-trace": "use --otlp-endpoint",
+    "--collect-detailed-traces": "spans have the times of queue, prefill and decode; leave it out",
     "--uvicorn-log-level": "use --log-level",
     "--max-log-len": "prompts are never logged; leave it out",
 }

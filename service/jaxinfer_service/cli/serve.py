@@ -106,6 +106,17 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = "jaxinfer",
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--otlp-endpoint",
+            "--otlp-traces-endpoint",
+            metavar="URL",
+            help="Send spans of requests there (OpenTelemetry), e.g. http://localhost:4317.",
+            show_default="the environment's, if any",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     drain_timeout: Annotated[
         float,
         typer.Option(
@@ -162,6 +173,7 @@ def serve(
     from jaxinfer_service.access import Access
     from jaxinfer_service.http.origins import read_origins
     from jaxinfer_service.server import EngineFailedError, ServerConfig
+    from jaxinfer_service.tracing.setup import open_tracing
 
     engine = engine_options.engine_config(
         preset,
@@ -201,6 +213,7 @@ def serve(
             access=Access(api_keys),
             tls=_tls(tls_cert, tls_key, tls_client_ca),
             allowed_origins=read_origins(allowed_origins or ()),
+            tracing=open_tracing(otlp_endpoint),
             drain_timeout=drain_timeout,
             stall_limit=stall_timeout,
         )
