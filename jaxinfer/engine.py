@@ -389,6 +389,8 @@ class Engine:
             running=len(scheduler.running) + len(scheduler.leaving),
             waiting=len(scheduler.waiting) + len(self._unread),
             waiting_tokens=scheduler.waiting.tokens + self._unread.tokens,
+            deferred=len(self._unread),
+            preempted=scheduler.waiting.preempted,
             pages=scheduler.pages.count(),
             page_size=scheduler.limits.page_size,
             counters=dataclasses.replace(counters, by_reason=dict(counters.by_reason)),

@@ -75,6 +75,7 @@ class WaitingQueue:
         self._most_accounts = 2 * MOST_ACCOUNTS
         self._entries = itertools.count(1)
         self._size = 0
+        self.preempted = 0  # of those that wait, how many ran before
 
     def __len__(self) -> int:
         return self._size
@@ -139,6 +140,7 @@ class WaitingQueue:
         level.size += one
         level.tokens += tokens
         self._size += one
+        self.preempted += one * sequence.preempted
         self._crossed += one * self._has_crossed(sequence)
         count, before = level.queued.get(line, (0, 0))
         level.queued[line] = (count + one, before + one * sequence.to_compute)
@@ -293,6 +295,7 @@ class WaitingQueue:
         waiting = list(self)
         assert len({id(s) for s in waiting}) == len(waiting) == self._size, "counted twice or lost"
         assert self.tokens == sum(s.prompt_len for s in waiting), "tokens"
+        assert self.preempted == sum(s.preempted for s in waiting), "those that ran before"
         assert self._order == sorted(self._levels), "levels"
         assert self._crossed == sum(map(self._has_crossed, waiting)), "those above their class"
         for number, level in self._levels.items():

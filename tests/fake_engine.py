@@ -88,8 +88,9 @@ class ScriptedEngine:
     """Stands in for `Engine`: a step gives every running sequence its script's next token.
 
     `gate`: cleared, steps block, as a device that hangs does. `step_seconds` is how long one takes.
-    `late`: if set, requests with a deadline are refused on arrival with this text. `cached`: prompt
-    tokens that the prefix cache has of a request. Every running sequence uses one page, and the
+    `late`: if set, requests with a deadline are refused on arrival with this text. `deferred`: how
+    many of those that wait do so for their grammars. `cached`: prompt tokens that the prefix cache
+    has of a request. Every running sequence uses one page, and the
     last page but one is cached.
     """
 
@@ -105,7 +106,7 @@ class ScriptedEngine:
         self.running: dict[str, tuple[Request, list[int], int]] = {}
         self.aborted: list[Abort] = []
         self.ended: dict[str, FinishReason] = {}
-        self.late = ""
+        self.late, self.deferred = "", 0
         self.cached = lambda request: 0
         self.records: deque[StepRecord] = deque()
         self.ttft, self.tpot = Percentiles(), Percentiles()
@@ -126,6 +127,7 @@ class ScriptedEngine:
             waiting_tokens=sum(len(request.prompt) for request in waiting),
             pages=self._pages(),
             page_size=PAGE_SIZE,
+            deferred=min(self.deferred, len(waiting)),
             counters=dataclasses.replace(self.counters),
             ttft=self.ttft,
             tpot=self.tpot,

@@ -199,5 +199,9 @@ def test_events_say_how_often_their_request_was_preempted():
         for _ in range(4):
             said += [e.preemptions for e in run.step() if e.request_id == low]
         run.submit([2 + number] * 4, 2, scheduling=HIGH)
+        run.step()
+        load = run.engine.load()
+        assert (load.waiting, load.preempted, load.deferred) == (1, 1, 0)
     run.drain()
+    assert run.engine.load().preempted == 0
     assert said == sorted(said) and {0, 1, 2} <= set(said)
