@@ -16,7 +16,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ from jaxinfer_service.http.server import HttpServer
 from jaxinfer_service.live import LiveView
 from jaxinfer_service.metrics.histograms import Histograms
 from jaxinfer_service.model import OpenedModel, ServedModel
+from jaxinfer_service.prompt_log import PromptLog, beginnings
 from jaxinfer_service.servicer import InferenceService
 from jaxinfer_service.tls import Tls
 from jaxinfer_service.tracing.calls import GrpcSpans, HttpSpans
@@ -82,6 +83,7 @@ class ServerConfig:
         tls: the certificate of both ports, read again on SIGHUP; None for neither.
         allowed_origins: of pages that may call over HTTP, as https://example.com; "*" is all.
         tracing: where spans of calls and requests go; None records none.
+        log_prompts: characters of each prompt that the log has, and its span; None: no text at all.
         drain_timeout: seconds that running requests have to finish after SIGTERM.
         stall_limit: seconds without a step, while there is work, that count as a stall.
         failed_grace: seconds for which a server whose engine failed still says so before it ends.
@@ -95,6 +97,7 @@ class ServerConfig:
     tls: Tls | None = None
     allowed_origins: tuple[str, ...] = ()
     tracing: Tracing | None = None
+    log_prompts: int | None = None
     drain_timeout: float = 30.0
     stall_limit: float = 60.0
     failed_grace: float = 5.0
@@ -225,11 +228,11 @@ class Server:
 
     async def _serve(self, opened: OpenedModel) -> None:
         histograms = Histograms(opened.text.limits.max_model_len)
-        observers: list[Observer] = [histograms]
-        if self.config.tracing is not None:
-            observers.append(RequestSpans(self.config.tracing.tracer, opened.names[0]))
         frontend = Frontend(
-            opened.text, opened.connect, self.config.stall_limit, observers=observers
+            opened.text,
+            opened.connect,
+            self.config.stall_limit,
+            observers=[histograms, *self._tellers(opened)],
         )
         frontend.start()
         served = ServedModel(opened, frontend, histograms)
@@ -248,6 +251,15 @@ class Server:
         logger.info("stopped", extra=dataclasses.asdict(frontend.counters))
         if frontend.failure:
             raise EngineFailedError(f"the server has stopped because {frontend.failure}")
+
+    def _tellers(self, opened: OpenedModel) -> Iterator[Observer]:
+        """Who tells of single requests."""
+        most, shown = self.config.log_prompts, None
+        if most is not None:
+            shown = beginnings(opened.text, most)
+            yield PromptLog(shown)
+        if self.config.tracing is not None:
+            yield RequestSpans(self.config.tracing.tracer, opened.names[0], shown)
 
     async def _watch(self, served: ServedModel) -> None:
         """Keep health true to the engine's state, and count its steps while it remembers them."""

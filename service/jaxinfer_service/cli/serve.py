@@ -165,6 +165,8 @@ def serve(
     tenant_weight: engine_options.TenantWeight = None,
     log_level: options.LogLevel = "info",
     log_format: options.LogFormat = "text",
+    log_prompts: options.LogPrompts = False,
+    max_log_len: options.MaxLogLen = None,
     config_file: ConfigFile = None,
 ) -> None:
     """Serve MODEL over gRPC and HTTP (OpenAI's API) until SIGTERM or Ctrl-C."""
@@ -214,6 +216,7 @@ def serve(
             tls=_tls(tls_cert, tls_key, tls_client_ca),
             allowed_origins=read_origins(allowed_origins or ()),
             tracing=open_tracing(otlp_endpoint),
+            log_prompts=options.logged_characters(log_prompts, max_log_len),
             drain_timeout=drain_timeout,
             stall_limit=stall_timeout,
         )
