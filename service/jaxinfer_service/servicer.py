@@ -116,9 +116,9 @@ class InferenceService:
             raise status.DeadlineError("the deadline had passed when the call came")
         if timeout is not None and timeout > _FOREVER:
             timeout = None
-        params, scheduling = wire.params_of(request.sampling), wire.scheduling_of(request)
-        special = wire.special_of(request)
+        scheduling, special = wire.scheduling_of(request), wire.special_of(request)
         with wire.named(request):
+            params = wire.held_params(request, model.opened.replies)
             prompt = wire.prompt_of(request, model.opened.replies)
             stream = await model.frontend.submit(prompt, params, timeout, scheduling, special)
         note(names.RESPONSE_ID, stream.id)
