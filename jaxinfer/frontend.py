@@ -7,7 +7,7 @@ The story of a request:
    to the event loop.
 3. There each event is decoded and searched for stop strings by the request's `OutputBuilder`. What
    is certain waits in the ask's `Stream`; when the reader is slow, it is joined to what waits
-   already. So a reader slows nobody else, and a stream never holds more than the ask's own output.
+   already, and when that is much, the engine sets the request aside until it was read.
 4. The reader leaves, at the end or earlier: leaving early ends its requests in the engine.
 
 Everything here runs on one event loop; only `_on_events` and `_on_stop` are called from another
@@ -34,6 +34,7 @@ from jaxinfer.request import (
     Counters,
     EngineStoppedError,
     FinishReason,
+    Hold,
     QueueFullError,
     Request,
     RequestError,
@@ -164,7 +165,7 @@ class Frontend:
 
     def _start(self, requests: list[Request], replies: Replies | None) -> Stream:
         outputs = [self.text.output(each, index, replies) for index, each in enumerate(requests)]
-        stream = Stream(outputs, self._leave)
+        stream = Stream(outputs, self._leave, self._hold)
         if not self._streams:
             self._busy_since = self._clock()
         self._streams[stream.id] = stream
@@ -212,6 +213,11 @@ class Frontend:
         late = deadline is not None and self._clock() >= deadline
         for sample in self._unended(stream):
             self._abort(sample, FinishReason.DEADLINE if late else FinishReason.CANCELLED)
+
+    def _hold(self, sample: Sample) -> None:
+        if sample.request.id in self._samples:
+            with contextlib.suppress(EngineStoppedError):
+                self._engine.send(Hold(sample.request.id, sample.held))
 
     def _end(self, stream: Stream, reason: FinishReason) -> None:
         """End what has not ended yet for a reason from outside, whatever the engine is doing."""

@@ -204,7 +204,15 @@ class Abort:
     reason: FinishReason = FinishReason.CANCELLED
 
 
-Command = Submit | Abort
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Command: set this request aside, or go on with it. Unknown ids are ignored."""
+
+    request_id: str
+    held: bool
+
+
+Command = Submit | Abort | Hold
 
 
 @dataclass(slots=True)

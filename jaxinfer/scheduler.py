@@ -67,6 +67,10 @@ class Scheduler:
         self._decoding = Decoding(limits.page_size)
 
     @property
+    def has_work(self) -> bool:
+        return len(self.by_id) > len(self.waiting.held)  # those that are not held
+
+    @property
     def allocators(self) -> list[PageAllocator]:
         return self.pages.allocators
 
@@ -124,6 +128,19 @@ class Scheduler:
         else:
             self._publish_output(sequence)
         self.pages.release(sequence)
+
+    def hold(self, sequence: Sequence, held: bool, now: float) -> None:
+        """Set a sequence aside, without slot and pages, or let it go on, first of its peers."""
+        if held == (sequence in self.waiting.held) or sequence in self.leaving:
+            return
+        if sequence.slot != NO_SLOT:
+            self._give_up(sequence)
+        else:
+            self.waiting.remove(sequence)
+        if held:
+            self.waiting.held.add(sequence)
+        else:
+            self.waiting.push(sequence, now, preempted=True)
 
     def retire(self, plan: StepPlan) -> None:
         """A step was read: pages that only it or earlier ones could write come back."""
@@ -347,12 +364,16 @@ class Scheduler:
         if sequence.preempted and for_pages:  # more free pages would not help who lost its slot
             done = len(sequence.tokens) + sequence.num_in_flight - sequence.tokens_then
             self.thrash.preempted_again(done)
-        self._publish_output(sequence)
         if not sequence.prefilling:
             self._page_outs += self.pages.offload(sequence)
+        self._give_up(sequence)
+        self.waiting.push(sequence, now, preempted=True)
+
+    def _give_up(self, sequence: Sequence) -> None:
+        """Its slot and pages, which the prefix cache may keep."""
+        self._publish_output(sequence)
         self._vacate(sequence)
         self.pages.release(sequence)
-        self.waiting.push(sequence, now, preempted=True)
 
     def _vacate(self, sequence: Sequence) -> None:
         """Give up its slot."""
@@ -363,7 +384,7 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """AssertionError unless slots, pages and queues account for each other exactly."""
-        waiting = list(self.waiting)
+        waiting = [*self.waiting, *self.waiting.held]
         slots = [sequence.slot for sequence in self.running]
         assert sorted(slots + self._free_slots) == list(range(self.limits.num_slots)), "slots"
         assert all(sequence.slot == NO_SLOT for sequence in waiting), "a waiting slot"

@@ -76,6 +76,7 @@ class WaitingQueue:
         self._entries = itertools.count(1)
         self._size = 0
         self.preempted = 0  # of those that wait, how many ran before
+        self.held = set[Sequence]()  # those that are aside, in no order, until they are pushed
 
     def __len__(self) -> int:
         return self._size
@@ -126,7 +127,10 @@ class WaitingQueue:
             self._line_up(level, sequence, known)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence that waits: it was admitted, or ended."""
+        """Take out a sequence that waits, or is held: it was admitted, or ended."""
+        if sequence in self.held:
+            self.held.remove(sequence)
+            return
         sequence.entry = NOT_WAITING
         level = self._levels[sequence.level]
         self._count(level, sequence, -1)

@@ -22,6 +22,7 @@ from jaxinfer.request import (
     Abort,
     Counters,
     FinishReason,
+    Hold,
     Request,
     SequenceEvent,
     Submit,
@@ -105,6 +106,8 @@ class ScriptedEngine:
         self.waiting: deque[Request] = deque()
         self.running: dict[str, tuple[Request, list[int], int]] = {}
         self.aborted: list[Abort] = []
+        self.holds: list[Hold] = []
+        self.held: set[str] = set()
         self.ended: dict[str, FinishReason] = {}
         self.late, self.deferred = "", 0
         self.cached = lambda request: 0
@@ -116,7 +119,7 @@ class ScriptedEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self._refusals)
+        return bool(self.waiting or self.running.keys() - self.held or self._refusals)
 
     def load(self) -> Load:
         waiting = [*self.waiting]
@@ -164,6 +167,10 @@ class ScriptedEngine:
             self.counters.prompt_tokens += len(command.request.prompt)
             self.waiting.append(command.request)
             return
+        if isinstance(command, Hold):
+            self.holds.append(command)
+            (self.held.add if command.held else self.held.discard)(command.request_id)
+            return
         self.aborted.append(command)
         known = [r for r in self.waiting if r.id == command.request_id]
         for request in known:
@@ -192,7 +199,9 @@ class ScriptedEngine:
             self.counters.prefix_hits += self.cached(request)
         self._record(fresh, now)
         return refused + [
-            self._advance(request_id, request_id in fresh, now) for request_id in [*self.running]
+            self._advance(request_id, request_id in fresh, now)
+            for request_id in [*self.running]
+            if request_id not in self.held
         ]
 
     def _record(self, fresh: set[str], now: float) -> None:

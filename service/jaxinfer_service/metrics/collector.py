@@ -123,13 +123,14 @@ class _Families:
         family = GaugeMetricFamily(
             f"{self._prefix}:num_requests_waiting_by_reason",
             "Requests that wait: for capacity (a slot or pages), deferred while their grammar is"
-            " read, or preempted, for capacity to go on.",
+            " read, preempted, for capacity to go on, or held, for a slow reader.",
             labels=[*LABELS, "reason"],
         )
-        capacity = load.waiting - load.deferred - load.preempted
+        capacity = load.waiting - load.deferred - load.preempted - load.held
         family.add_metric([*self._labels, "capacity"], capacity)
         family.add_metric([*self._labels, "deferred"], load.deferred)
         family.add_metric([*self._labels, "preempted"], load.preempted)
+        family.add_metric([*self._labels, "held"], load.held)
         return family
 
     def _requests(self) -> Iterator[Metric]:
