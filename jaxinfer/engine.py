@@ -391,7 +391,7 @@ class Engine:
             running=len(scheduler.running) + len(scheduler.leaving),
             waiting=len(scheduler.waiting) + len(self._unread) + len(scheduler.waiting.held),
             waiting_tokens=scheduler.waiting.tokens + self._unread.tokens,
-            deferred=len(self._unread),
+            deferred=len(self._unread) + len(scheduler.waiting.passed),
             preempted=scheduler.waiting.preempted,
             held=len(scheduler.waiting.held),
             pages=scheduler.pages.count(),

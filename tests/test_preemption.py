@@ -251,3 +251,48 @@ def test_who_is_held_can_be_ended_and_who_waits_can_be_held():
     for _ in range(6):
         run.step()
     assert run.ends[late] is FinishReason.DEADLINE
+
+
+class Rules:
+    """Of a grammar whose process is away, until `are_known`."""
+
+    are_known = False
+
+    def follow(self, output):
+        pass
+
+    def forget(self):
+        pass
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nobody_waits_behind_who_waits_for_its_grammar(overlap):
+    """It had a slot before, so it is first of its peers."""
+    run = harness(101, overlap, slots=1)
+    constrained = run.submit([1] * 4, 30, scheduling=LOW)
+    for _ in range(5):
+        run.step()
+    rules = run.scheduler.by_id[constrained].rules = Rules()
+    urgent = run.submit([2] * 4, 3, scheduling=HIGH)
+    others = [run.submit([3 + n] * 4, 5, scheduling=LOW) for n in range(2)]
+    for _ in range(40):
+        run.step()
+    assert {urgent, *others} == set(run.ends) and run.engine.load().waiting == 1
+    assert run.engine.has_work and run.scheduler.plan(run.now) is None
+    rules.are_known = True
+    run.drain()
+    assert constrained in run.ends
+
+
+def test_who_was_passed_over_can_be_ended():
+    run = harness(101, slots=1)
+    constrained = run.submit([1] * 4, 30, scheduling=LOW)
+    for _ in range(5):
+        run.step()
+    run.scheduler.by_id[constrained].rules = Rules()
+    run.submit([2] * 4, 3, scheduling=HIGH)
+    for _ in range(10):
+        run.step()
+    run.cancel(constrained)
+    run.step()
+    run.drain()
