@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 SMALLEST_CHUNK = 64  # tokens; the chunk is chosen among halves of the largest, down to this
 STARVED_STEPS = 8  # steps without a chunk after which the smallest goes, whatever the bound says
 LEARNING = 0.2  # weight of the newest step
+END_LEARNING = 0.1  # weight of the newest end: times between ends vary more than steps
 SURE_STEPS = 32  # decoding steps in a row, beyond the bound, after which it is said
 
 
@@ -67,7 +68,7 @@ class Pace:
             self._check_bound(decodes, self._decode_times[rung])
         self._since_end += seconds
         for _ in range(ends):
-            self._end_time = _blend(self._end_time, self._since_end / ends)
+            self._end_time = _blend(self._end_time, self._since_end / ends, END_LEARNING)
         if ends:
             self._since_end = 0.0
 
@@ -129,16 +130,32 @@ class Pace:
         """Whether a prompt waited to be computed, and how much of it was in the step planned."""
         self._starved = self._starved + 1 if wanted and not tokens else 0
 
-    def first_token_in(self, tokens_ahead: float, ends_awaited: float) -> float:
+    def first_token_in(self, tokens_ahead: float, ends_awaited: float, streams: int = 0) -> float:
         """Seconds until a request has its first token, as far as is known: 0 knows nothing.
 
-        `tokens_ahead` are prompt tokens to compute until then, its own included; `ends_awaited`
-        how many running sequences must end before there is a slot for it.
+        `tokens_ahead` are prompt tokens to compute until then, its own included, while `streams`
+        get their tokens; `ends_awaited` how many running sequences must end before there is room
+        for it.
         """
         wait = 0.0
-        if self._end_time is not None:  # ends that do not come are news too
-            wait = ends_awaited * max(self._end_time, self._since_end)
-        return wait + tokens_ahead * (self._token_time or 0.0)
+        if self._end_time is not None:
+            wait = ends_awaited * self._end_time
+            # An end that does not come is news, of the next one: sequences that began together
+            # end together.
+            wait += min(ends_awaited, 1.0) * max(0.0, self._since_end - self._end_time)
+        if self._token_time is None:
+            return wait
+        steps = max(1.0, tokens_ahead / self._mean_chunk(streams))
+        return wait + tokens_ahead * self._token_time + steps * self._decode_time(streams)
+
+    def _mean_chunk(self, streams: int) -> float:
+        """Prompt tokens a step, of many steps that have as many as they may."""
+        largest = float(self._sizes[0])
+        if self.tpot_target is None or not streams or not self._token_time:
+            return largest
+        spare = self.tpot_target - self._decode_time(streams)
+        least = self._sizes[-1] / (STARVED_STEPS + 1)
+        return min(largest, max(least, spare / self._token_time))
 
 
 class StepWatch:
@@ -177,5 +194,5 @@ def _rung(rows: int) -> int:
     return 1 << max(0, rows - 1).bit_length()
 
 
-def _blend(old: float | None, new: float) -> float:
-    return new if old is None else old + LEARNING * (new - old)
+def _blend(old: float | None, new: float, weight: float = LEARNING) -> float:
+    return new if old is None else old + weight * (new - old)

@@ -108,6 +108,30 @@ def test_ends_that_do_not_come_are_expected_as_late_as_they_are():
     assert pace.first_token_in(0, 1) == pytest.approx(100.0), "not in hours"
 
 
+def test_sequences_that_began_together_are_expected_to_end_together():
+    """Eight every three seconds: what they leave unsaid in between is not said of each."""
+    pace = Pace(512, None)
+    for _ in range(20):
+        for _ in range(59):
+            pace.observe(8, 0, 0, 0.05)
+        pace.observe(8, 0, 8, 0.05)
+    for _ in range(50):
+        pace.observe(8, 0, 0, 0.05)
+    assert pace.first_token_in(0, 0.5) == pytest.approx(0.5 * 2.5)
+    assert pace.first_token_in(0, 8) == pytest.approx(7 * 3.0 / 8 + 2.5)
+
+
+@pytest.mark.parametrize(
+    "target, seconds",
+    [(None, 0.2 + 0.020), (0.030, 0.2 + 400 / 20 * 0.020), (0.001, 0.2 + 400 * 9 / 64 * 0.020)],
+    ids=["no bound", "20 tokens a step", "the smallest chunk every ninth step"],
+)
+def test_beside_streams_a_prompt_takes_as_many_steps_as_the_bound_makes_it_take(target, seconds):
+    pace = learned(target)
+    assert pace.first_token_in(400, 0, streams=8) == pytest.approx(seconds)
+    assert pace.first_token_in(400, 0) == pytest.approx(0.2), "nobody decodes"
+
+
 def test_a_clock_that_stands_still_teaches_nothing():
     pace = learned(0.05)
     before = pace.chunk_budget(8)
