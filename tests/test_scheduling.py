@@ -343,23 +343,6 @@ def test_a_request_that_would_come_too_late_is_refused_with_the_numbers():
     run.drain()
 
 
-def test_a_deadline_is_judged_by_ends_where_pages_are_short_and_slots_are_not():
-    """Slots for all, pages for two. Each takes 10 steps, so two end every ten seconds."""
-    run = harness(slots=32, pages=15, prefix_cache=False)
-    for i in range(14):
-        run.submit([i] * 16, 10)
-    for _ in range(40):
-        run.step()
-    assert len(run.scheduler.running) <= 3 and len(run.scheduler.waiting) >= 4
-    late = run.submit([40] * 16, 10, timeout=10.0)
-    urgent = run.submit([41] * 16, 2, timeout=10.0, scheduling=Scheduling(priority=-1))
-    run.step()
-    assert run.ends[late] is FinishReason.LATE and urgent not in run.ends
-    patient = run.submit([42] * 16, 10, timeout=100.0)
-    run.drain()
-    assert {run.ends[urgent], run.ends[patient]} == {FinishReason.LENGTH}
-
-
 def test_a_worst_case_output_length_refuses_nobody():
     run = harness(slots=1)
     run.submit([1] * 4, 60)
@@ -369,23 +352,6 @@ def test_a_worst_case_output_length_refuses_nobody():
     run.step()
     assert may_be_short not in run.ends, "nothing is known of when the running one ends"
     run.drain()
-
-
-# -- what can be seen ------------------------------------------------------------------------------
-
-
-def test_records_have_every_preemption_also_of_steps_that_came_to_nothing():
-    """The urgent one's pages are on their way back from who lost them: nothing can be computed."""
-    run = harness(slots=2, pages=9)
-    run.submit([1] * 16, 12, scheduling=LOW)
-    for _ in range(4):
-        run.step()
-    steps = len(run.engine.records)
-    run.submit([2] * 24, 4, scheduling=HIGH)
-    run.step()
-    assert run.engine.counters.preemptions == 1 and len(run.engine.records) == steps
-    run.drain()
-    assert sum(record.preempted for record in run.engine.records) == 1
 
 
 # -- everything at once ----------------------------------------------------------------------------
