@@ -179,6 +179,7 @@ class Scheduler:
         plan.page_outs, self._page_outs = self._page_outs, []
         streams = len(plan.decodes) or sum(sequence.decodes for sequence in self.running)
         plan.expected = self.pace.expect(len(plan.decodes), plan.chunk_tokens, streams)
+        plan.running = len(self.running)
         self.pages.step_planned()
         self._chunk_was_last = not plan.decodes
         self._step += 1

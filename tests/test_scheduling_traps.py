@@ -132,7 +132,7 @@ def test_a_deadline_is_judged_by_ends_where_pages_are_short_and_slots_are_not():
     urgent = run.submit([41] * 16, 2, timeout=10.0, scheduling=at(-1))
     run.step()
     assert run.ends[late] is FinishReason.LATE and urgent not in run.ends
-    patient = run.submit([42] * 16, 10, timeout=100.0)
+    patient = run.submit([42] * 16, 10, timeout=400.0)
     run.drain()
     assert {run.ends[urgent], run.ends[patient]} == {FinishReason.LENGTH}
 
