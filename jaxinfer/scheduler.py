@@ -196,9 +196,13 @@ class Scheduler:
         )  # fmt: skip
 
     def _make_room(self, now: float) -> None:
-        """Preempt less urgent sequences for waiting ones that lack a slot or pages."""
+        """Preempt less urgent sequences for waiting ones that lack a slot or pages, if all of them
+        together have the pages that the first of these lacks."""
         head = self.waiting.head()
         if head is None or not self.running or self.running[-1].level <= head.level:
+            return
+        short, givers = self._who_gives_pages(head)
+        if short and not givers:
             return
         while self.running and self.running[-1].level > head.level:
             urgent = self.waiting.more_urgent(self.running[-1].level)
@@ -206,12 +210,18 @@ class Scheduler:
             if enough and not self._admission.class_is_full(head):
                 break
             self._preempt(self.running[-1], now, for_pages=False)
-        needed, found = self._pages_for(head), self._found_for(head)
-        short = self._admission.lacking(head, needed, found)
+        _, givers = self._who_gives_pages(head)
+        for victim in givers:
+            self._preempt(victim, now)
+
+    def _who_gives_pages(self, head: Sequence) -> tuple[bool, list[Sequence]]:
+        """Whether a waiting sequence lacks pages that are not on their way, and which less urgent
+        ones must give up theirs for it, the last first: none if all of them would not do."""
+        short = self._admission.lacking(head, self._pages_for(head), self._found_for(head))
+        if short <= 0 or self._pages_on_their_way():
+            return False, []
         victims = [s for s in reversed(self.running) if s.level > head.level]
-        if short > 0 and not self._pages_on_their_way():
-            for victim in victims[: self.pages.how_many_give(victims, short)]:
-                self._preempt(victim, now)
+        return True, victims[: self.pages.how_many_give(victims, short)]
 
     def _plan_decodes(self, plan: StepPlan, now: float) -> None:
         """All that can decode, most urgent first, and the pages they need for it."""

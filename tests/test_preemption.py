@@ -66,6 +66,22 @@ def test_pages_that_the_urgent_share_too_are_nobodys_to_give():
     assert large in run.ends
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nobody_loses_its_slot_to_who_finds_no_pages(overlap):
+    run = harness(21, overlap, slots=2, prefix_cache=False)
+    run.submit([1] * 56, 20, scheduling=HIGH)
+    low = run.submit([2] * 8, 20, scheduling=LOW)
+    for _ in range(8):
+        run.step()
+    urgent = run.submit([3] * 40, 4, scheduling=HIGH)
+    for _ in range(4):
+        run.step()
+    assert not run.outputs[urgent] and run.scheduler.preemptions == 0
+    assert len(run.outputs[low]) > 4
+    run.drain()
+    assert run.order[-1] == urgent
+
+
 def test_within_the_batch_class_the_more_urgent_go_first_too():
     run = harness(101, interactive_reserve=0.25)
     for i in range(8):
