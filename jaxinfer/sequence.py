@@ -38,7 +38,7 @@ class Sequence:
             it has none), when it took it, and whether it ran before.
         preemptions: how often it lost its slot.
         waited: seconds it waited at its level before it ran; `entered` is so much earlier after.
-        admission: number of its last admission; tokens_then: the tokens it had at that.
+        tokens_then: the tokens it had when it was admitted last.
         rules: what it may take next, where that is not every token.
     """
 
@@ -65,7 +65,6 @@ class Sequence:
     waited: float = 0.0
     preempted: bool = False
     preemptions: int = 0
-    admission: int = 0
     tokens_then: int = 0
     first_scheduled: float | None = None
     first_token: float | None = None

@@ -66,6 +66,22 @@ def test_pages_that_the_urgent_share_too_are_nobodys_to_give():
     assert large in run.ends
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nobody_loses_its_slot_to_who_finds_no_pages(overlap):
+    run = harness(21, overlap, slots=2, prefix_cache=False)
+    run.submit([1] * 56, 20, scheduling=HIGH)
+    low = run.submit([2] * 8, 20, scheduling=LOW)
+    for _ in range(8):
+        run.step()
+    urgent = run.submit([3] * 40, 4, scheduling=HIGH)
+    for _ in range(4):
+        run.step()
+    assert not run.outputs[urgent] and run.scheduler.preemptions == 0
+    assert len(run.outputs[low]) > 4
+    run.drain()
+    assert run.order[-1] == urgent
+
+
 def test_within_the_batch_class_the_more_urgent_go_first_too():
     run = harness(101, interactive_reserve=0.25)
     for i in range(8):
@@ -112,7 +128,7 @@ def test_a_pause_is_no_steps_time(overlap):
         run.step(0.02)
     pace = run.scheduler.pace
     assert pace.expect(1, 16, 1) < 0.5
-    assert pace.first_token_in(0, 1) < 10
+    assert pace.first_token_in(0, 1, 1) < 10
 
 
 def test_who_leaves_the_queue_frees_no_slot():
@@ -125,7 +141,8 @@ def test_who_leaves_the_queue_frees_no_slot():
         name = run.submit([2, i % 40], 4)
         run.step()
         run.cancel(name)
-    assert run.scheduler.pace.first_token_in(0, 1) == 0.0, "of ends nothing is known"
+    pace = run.scheduler.pace
+    assert pace.first_token_in(0, 1, 1) == pace.first_token_in(0, 0, 1), "of ends nothing is known"
     run.drain()
 
 
@@ -191,6 +208,23 @@ def test_a_full_page_is_found_as_soon_as_its_sequence_takes_the_next(overlap):
     run.drain()
 
 
+def test_who_arrived_last_gives_up_its_pages_though_it_was_admitted_before():
+    run = harness(21, slots=2, prefix_cache=False)
+    mine, other = Scheduling(tenant="mine"), Scheduling(tenant="other")
+    run.submit([1] * 4, 4, scheduling=mine)
+    run.submit([2] * 4, 8, scheduling=mine)
+    run.step()
+    early = run.submit([3] * 4, 60, scheduling=mine)
+    late = run.submit([4] * 4, 60, scheduling=other)
+    ran = []
+    while not run.scheduler.preemptions:
+        run.step()
+        ran += [s.request.id for s in run.scheduler.running if s.request.id not in ran]
+    assert ran[2:] == [late, early]
+    assert [s.request.id for s in run.scheduler.running] == [early]
+    run.drain()
+
+
 def test_events_say_how_often_their_request_was_preempted():
     run = harness(101, slots=1)
     low = run.submit([1] * 4, 30, scheduling=LOW)
@@ -205,94 +239,3 @@ def test_events_say_how_often_their_request_was_preempted():
     run.drain()
     assert run.engine.load().preempted == 0
     assert said == sorted(said) and {0, 1, 2} <= set(said)
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("policy", [{}, {"separate_phases": True}, {"host_pages": (40,)}])
-def test_who_is_held_leaves_its_place_to_others_and_goes_on_where_it_was(overlap, policy):
-    run = harness(101, overlap, slots=1, **policy)
-    slow = run.submit([1] * 10, 30)
-    for _ in range(8):
-        run.step()
-    run.hold(slow, True)
-    run.hold(slow, True)
-    fast = run.submit([2] * 10, 5)
-    while run.engine.has_work:
-        run.step()
-    before = [*run.outputs[slow]]
-    assert fast in run.ends and slow not in run.ends and 0 < len(before) < 30
-    assert all(allocator.num_used == 0 for allocator in run.scheduler.allocators)
-    load = run.engine.load()
-    assert (load.running, load.waiting, load.held) == (0, 1, 1)
-    assert run.engine.counters.preemptions == 0 and run.step() == []
-    run.hold(slow, False)
-    run.hold(slow, False)
-    run.hold("nobody", True)
-    run.drain()
-    assert run.outputs[slow][: len(before)] == before
-
-
-def test_who_is_held_can_be_ended_and_who_waits_can_be_held():
-    run = harness(101, slots=1)
-    names = [run.submit([n] * 8, 20) for n in range(3)]
-    for _ in range(5):
-        run.step()
-    run.hold(names[0], True)
-    run.hold(names[2], True)  # it waits
-    run.cancel(names[0])
-    run.step()
-    assert not run.scheduler.by_id[names[1]].finished
-    run.hold(names[2], False)
-    run.drain()
-    late = run.submit([5] * 8, 20, timeout=8.0)
-    for _ in range(4):
-        run.step()
-    run.hold(late, True)
-    for _ in range(6):
-        run.step()
-    assert run.ends[late] is FinishReason.DEADLINE
-
-
-class Rules:
-    """Of a grammar whose process is away, until `are_known`."""
-
-    are_known = False
-
-    def follow(self, output):
-        pass
-
-    def forget(self):
-        pass
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_nobody_waits_behind_who_waits_for_its_grammar(overlap):
-    """It had a slot before, so it is first of its peers."""
-    run = harness(101, overlap, slots=1)
-    constrained = run.submit([1] * 4, 30, scheduling=LOW)
-    for _ in range(5):
-        run.step()
-    rules = run.scheduler.by_id[constrained].rules = Rules()
-    urgent = run.submit([2] * 4, 3, scheduling=HIGH)
-    others = [run.submit([3 + n] * 4, 5, scheduling=LOW) for n in range(2)]
-    for _ in range(40):
-        run.step()
-    assert {urgent, *others} == set(run.ends) and run.engine.load().waiting == 1
-    assert run.engine.has_work and run.scheduler.plan(run.now) is None
-    rules.are_known = True
-    run.drain()
-    assert constrained in run.ends
-
-
-def test_who_was_passed_over_can_be_ended():
-    run = harness(101, slots=1)
-    constrained = run.submit([1] * 4, 30, scheduling=LOW)
-    for _ in range(5):
-        run.step()
-    run.scheduler.by_id[constrained].rules = Rules()
-    run.submit([2] * 4, 3, scheduling=HIGH)
-    for _ in range(10):
-        run.step()
-    run.cancel(constrained)
-    run.step()
-    run.drain()
