@@ -12,6 +12,7 @@ from typer.core import TyperCommand
 
 from jaxinfer_service.cli.foreign import ADVICE
 
+LOGGED = 1000  # characters of a prompt
 VARIABLES = "JAXINFER"  # JAXINFER_COMMAND_OPTION in the environment
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 _SIZE_UNITS = {
@@ -105,6 +106,37 @@ LogFormat = Annotated[
     str,
     typer.Option(metavar="FORMAT", help="text or json, one line a record.", rich_help_panel=_LOG),
 ]
+
+LogPrompts = Annotated[
+    bool,
+    typer.Option(
+        "--log-prompts",
+        help="Log what is asked, and put it into spans.",
+        show_default="never",
+        rich_help_panel=_LOG,
+    ),
+]
+MaxLogLen = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Characters of each prompt that are logged.",
+        show_default=str(LOGGED),
+        rich_help_panel=_LOG,
+    ),
+]
+
+
+def logged_characters(log_prompts: bool, max_log_len: int | None) -> int | None:
+    """Characters of a prompt to log, None for none. Raises ValueError for a bound of nothing."""
+    if not log_prompts:
+        if max_log_len is not None:
+            raise ValueError(
+                "--max-log-len is given, and prompts are logged with --log-prompts only"
+            )
+        return None
+    return LOGGED if max_log_len is None else max_log_len
 
 
 def given(**options: Any) -> dict[str, Any]:
