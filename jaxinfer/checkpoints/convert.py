@@ -61,7 +61,7 @@ def convert(
             for part in jax.tree.leaves(made):
                 write(next(names), part)
 
-        load_params(source, kind, place, progress, layouts and (quantization, layouts))
+        load_params(source, kind, place, progress, (quantization, layouts or {}))
         if progress:
             progress("writing checkpoint", 0, 1)
     if progress:

@@ -126,7 +126,7 @@ def load_model(
     kind = check_dtype(dtype or source.dtype)
     quantization, layouts = chosen_storage(source, quantization, jax.devices()[0].platform)
     put = placing(NONE if layouts else quantization, kind, sharding_of)
-    params = load_params(source, kind, put, progress, layouts and (quantization, layouts))
+    params = load_params(source, kind, put, progress, (quantization, layouts or {}))
     described = source.description
     return LoadedModel(
         source.config, params, tokenizer, generation, kind, described, quantization, layouts

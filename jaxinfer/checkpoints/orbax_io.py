@@ -47,7 +47,7 @@ _RULES = {  # of the manifest's fields
     "dtype": one_of(*DTYPES),
     "source": TEXT,
     "quantization": one_of(NONE, *KINDS),
-    "layouts": Rule("an object or null", lambda value: value is None or isinstance(value, dict)),
+    "layouts": SETTINGS.or_null(),
     "tensors": SETTINGS,
     "files": SETTINGS,
 }
@@ -140,7 +140,9 @@ def writing(
                 "dtype": dtype,
                 "source": source,
                 "quantization": quantization,
-                "layouts": layouts and {name: each.to_json() for name, each in layouts.items()},
+                "layouts": None
+                if layouts is None
+                else {n: at.to_json() for n, at in layouts.items()},
                 "tensors": tensors,
                 "files": files | _inventory(partial / PARAMS, files),
             }

@@ -113,12 +113,12 @@ def _common_layout(packed: Packed, hf: HfSource, spec: ParamSpec) -> Layout | No
         return None
     if hf.combine is None:
         return layout
-    for names in itertools.batched(hf.tensors, hf.each or len(hf.tensors), strict=True):
+    for names in itertools.batched(hf.tensors, hf.each or len(hf.tensors)):
         if not _keeps_rows(hf, [hf.tensors[name][0] for name in names]):
             return None
         if layout.order:
-            first, *others = (packed.order(name) for name in names)
-            if not all(np.array_equal(first, other) for other in others):
+            orders = [packed.order(name) for name in names]
+            if len({order.tobytes() for order in orders if order is not None}) > 1:
                 return None
         if hf.each:
             break  # experts are all alike
@@ -144,7 +144,7 @@ def read_kept(
     """One parameter as its tensors are stored, checked: scales are finite."""
     assert source.packed is not None
     matrices = []
-    for names in itertools.batched(hf.tensors, hf.each or len(hf.tensors), strict=True):
+    for names in itertools.batched(hf.tensors, hf.each or len(hf.tensors)):
         parts = []
         for name in names:
             part = source.packed.packed(name)

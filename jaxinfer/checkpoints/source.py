@@ -22,7 +22,7 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of
 from jaxinfer.models.base import HfSource
 from jaxinfer.params import ParamSpec, Tree, map_named_specs, named_leaves
-from jaxinfer.quantization.kinds import KINDS
+from jaxinfer.quantization.kinds import KINDS, NONE
 from jaxinfer.quantization.weight import Layouts
 from jaxinfer.tokenizer import Tokenizer
 
@@ -165,7 +165,7 @@ def load_params(
     dtype: str,
     place: Place,
     progress: Progress | None = None,
-    kept: tuple[str, Layouts] | None = None,
+    kept: tuple[str, Layouts] = (NONE, {}),
 ) -> Tree:
     """The parameter tree in `dtype`, each parameter passed through `place` as soon as it is made.
 
@@ -173,7 +173,7 @@ def load_params(
     CheckpointError for defects of the inventory and for NaN or Inf values.
     """
     check_inventory(source)
-    quantization, layouts = kept or ("", {})
+    quantization, layouts = kept
     family = family_of(source.config.family)
     sources = family.hf_sources(source.config)
     specs = family.param_specs(source.config)
@@ -183,7 +183,7 @@ def load_params(
         hf = sources[path].found_in(source.tensors.shapes)
         if path in layouts:
             kind = KINDS[quantization]
-            made = read_kept(source, path, hf, spec, layouts[path], kind, dtype)
+            made: Any = read_kept(source, path, hf, spec, layouts[path], kind, dtype)
         else:
             made = _assemble(source, path, hf, spec, dtype)
         if progress:
