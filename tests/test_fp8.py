@@ -177,7 +177,7 @@ def poisoned_scales(held: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (without_scales, ["model.safetensors", Q_B, f"its scales weight_scale_inv are missing"]),
+        (without_scales, ["model.safetensors", Q_B, "its scales weight_scale_inv are missing"]),
         (misshapen_scales, [Q_B, "expected", "_scale_inv of shape [8, 1], found [3, 3]"]),
         (lonely_scales, ["model.norm.weight_scale_inv", "not a tensor of a deepseek_v3 model"]),
         (poisoned_scales, [Q_B, "values are NaN or Inf"]),

@@ -193,6 +193,11 @@ def load_params(
     return map_named_specs(make, specs)
 
 
+def read_param(source: Source, path: str, hf: HfSource, spec: ParamSpec, dtype: str) -> np.ndarray:
+    """One parameter in `dtype`, of a source whose inventory was checked."""
+    return _assemble(source, path, hf.found_in(source.tensors.shapes), spec, dtype)
+
+
 def _assemble(source: Source, path: str, hf: HfSource, spec: ParamSpec, dtype: str) -> np.ndarray:
     """One parameter, checked to be finite; of one that is made in groups, group by group."""
     kind, names = spec.resolve_dtype(dtype), list(hf.tensors)

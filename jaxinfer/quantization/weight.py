@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,6 +130,19 @@ class Quantised:
     def placed(self) -> Quantised:
         """In the place of every leaf, which mesh axes its axes are divided over."""
         return jax.tree.map(lambda spec: partition_spec(spec.axes), self.specs(), is_leaf=is_spec)
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A parameter that lets somebody hear what it is multiplied with, outside of programs."""
+
+    array: Any
+    hear: Callable[[Float[Array, "T K"]], None]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's."""
+        return self.array.shape
 
 
 def multiply(x: Float[Array, "T K"], weight: Quantised, out_dtype: Any) -> Float[Array, "T N"]:
