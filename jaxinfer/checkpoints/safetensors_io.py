@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxinfer.checkpoints.base_names import complete_names
+from jaxinfer.checkpoints.base_names import complete_names, text_tensors
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.fp8 import Fp8Tensors
 from jaxinfer.checkpoints.source import Source, Tensors
@@ -18,6 +18,7 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.json_files import read_object
 from jaxinfer.models.hf_config import model_config
 from jaxinfer.models.hf_quantization import fp8_block
+from jaxinfer.models.text_part import text_settings
 from jaxinfer.tokenizer import Tokenizer, eos_token_ids
 from jaxinfer.tokenizer_files import MissingTokenizerError
 
@@ -86,7 +87,7 @@ def open_huggingface(folder: Path) -> Source:
     _check_all_listed(folder / INDEX, files)
     block = fp8_block(hf)
     tensors: Tensors = files if block is None else Fp8Tensors(files, block, description)
-    tensors = complete_names(tensors, config)
+    tensors, config = text_tensors(complete_names(tensors, config), config)
     tokenizer, missing = None, ""
     try:
         tokenizer = Tokenizer.from_folder(folder, eos_ids)
@@ -99,12 +100,13 @@ def open_huggingface(folder: Path) -> Source:
 
 
 def read_hf_config(file: Path) -> tuple[dict[str, Any], ModelConfig, tuple[int, ...]]:
-    """A config.json as it stands, as ours, and the ids that it says end an output.
+    """A config.json (of a whole its text part), as ours, and the ids that it says end an output.
 
     Raises CheckpointError naming the file and the field.
     """
     hf = _read_json(file)
     try:
+        hf = text_settings(hf)
         return hf, model_config(hf), eos_token_ids(hf)
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from error
