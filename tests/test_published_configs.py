@@ -133,7 +133,7 @@ def test_dual_chunk_attention_is_plain_within_the_first_chunk():
     plain = hf_config("qwen2")
     chunked = model_config(plain | {"dual_chunk_attention_config": CHUNKS})
     assert (chunked.max_position, model_config(plain).max_position) == (32, 64)
-    with pytest.raises(ValueError, match="lacks 'chunk_size'"):
+    with pytest.raises(ValueError, match="dual_chunk_attention_config lacks 'chunk_size'"):
         model_config(plain | {"dual_chunk_attention_config": {"local_size": 8}})
 
 

@@ -143,7 +143,7 @@ def test_what_published_files_leave_out() -> None:
     [
         ({"text_config": {"model_type": "ministral3"}}, "text_config: model_type 'ministral3' is"),
         ({"text_config": 3}, "text_config = 3, expected settings by name"),
-        ({"text_config": {}}, "config.json lacks"),
+        ({"text_config": {}}, "text_config: config.json lacks"),
         ({"architectures": ["Mistral3ForSequenceClassification"]}, "only ...ForConditionalGen"),
         ({"quantization_config": {"quant_method": "awq"}}, "weights stored as 'awq'"),
         ({"model_type": "qwen2_vl"}, "model_type 'qwen2_vl' is not supported"),

@@ -106,8 +106,8 @@ def read_hf_config(file: Path) -> tuple[dict[str, Any], ModelConfig, tuple[int, 
     """
     hf = _read_json(file)
     try:
-        hf = text_settings(hf)
-        return hf, model_config(hf), eos_token_ids(hf)
+        config, hf = model_config(hf), text_settings(hf)
+        return hf, config, eos_token_ids(hf)
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from error
 

@@ -87,9 +87,12 @@ def model_config(hf: dict[str, Any]) -> ModelConfig:
     """
     if not isinstance(hf, dict):
         raise ValueError(f"config.json is {shown(hf)}, expected settings by name")
+    text = text_settings(hf)
     try:
-        config = _model_config(HfConfig(hf))
+        config = _model_config(HfConfig(text))
         check_sizes(config)
+    except ValueError as error:
+        raise ValueError(f"text_config: {error}" if text is not hf else str(error)) from error
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"config.json has a value of the wrong kind: {error}") from error
     return config
@@ -98,7 +101,6 @@ def model_config(hf: dict[str, Any]) -> ModelConfig:
 def _model_config(hf: HfConfig) -> ModelConfig:
     if hf.get("model_type", "") == "":
         raise ValueError("config.json has no model_type")
-    hf = HfConfig(text_settings(hf))
     name = _OTHER_NAMES.get(hf["model_type"], hf["model_type"])
     family = family_of(name)
     _check_architecture(name, hf.get("architectures") or [])
@@ -127,6 +129,8 @@ def _one_chunk(hf: HfConfig) -> HfConfig:
     chunks = hf.settings("dual_chunk_attention_config")
     if not chunks:
         return hf
+    if "chunk_size" not in chunks:
+        raise ValueError("dual_chunk_attention_config lacks 'chunk_size'")
     longest = min(chunks["chunk_size"], hf["max_position_embeddings"])
     logger.info("dual_chunk_attention_config: served for the first chunk, of %d tokens", longest)
     return hf | {"max_position_embeddings": longest}
