@@ -49,7 +49,7 @@ class Scheduler:
         self.waiting = WaitingQueue(
             policy.ageing, dict(policy.tenant_weights), policy.batch_priority
         )
-        self.running: list[Sequence] = []  # most urgent first, then in order of admission
+        self.running: list[Sequence] = []  # most urgent first, then in order of arrival
         self.leaving: set[Sequence] = set()  # no slot any more: their last token is on its way
         self.by_id: dict[str, Sequence] = {}
         self.deadlines = Deadlines(self.by_id)
@@ -60,7 +60,7 @@ class Scheduler:
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
         self._free_slots = list(range(limits.num_slots - 1, -1, -1))
         self._page_outs: list[PageMove] = []  # to go out with the next step
-        self._arrivals = self._admissions = self._step = self._recorded = 0
+        self._arrivals = self._step = self._recorded = 0
         self._chunk_was_last = False
         self._held_back: Sequence | None = None  # who was next and could not be admitted
         self._turns = ChunkTurns(self.waiting)
@@ -307,8 +307,7 @@ class Scheduler:
             self._count_hits(sequence)
             sequence.first_scheduled = now
         sequence.waited = now - sequence.entered
-        self._admissions += 1
-        sequence.admission, sequence.tokens_then = self._admissions, len(sequence.tokens)
+        sequence.tokens_then = len(sequence.tokens)
         bisect.insort(self.running, sequence, key=urgency)
         (self._turns if sequence.prefilling else self._decoding).add(sequence)
         plan.admitted.append(sequence)

@@ -206,3 +206,20 @@ def test_a_full_page_is_found_as_soon_as_its_sequence_takes_the_next(overlap):
     found = run.scheduler.pages.lookup(Sequence(begins_so, [*begins_so.prompt], root=runs.root))
     assert found == [runs.pages[0][:full]]
     run.drain()
+
+
+def test_who_arrived_last_gives_up_its_pages_though_it_was_admitted_before():
+    run = harness(21, slots=2, prefix_cache=False)
+    mine, other = Scheduling(tenant="mine"), Scheduling(tenant="other")
+    run.submit([1] * 4, 4, scheduling=mine)
+    run.submit([2] * 4, 8, scheduling=mine)
+    run.step()
+    early = run.submit([3] * 4, 60, scheduling=mine)
+    late = run.submit([4] * 4, 60, scheduling=other)
+    ran = []
+    while not run.scheduler.preemptions:
+        run.step()
+        ran += [s.request.id for s in run.scheduler.running if s.request.id not in ran]
+    assert ran[2:] == [late, early]
+    assert [s.request.id for s in run.scheduler.running] == [early]
+    run.drain()
