@@ -275,6 +275,7 @@ async def test_the_log_has_the_traces_id(caplog):
 @in_loop
 async def test_a_collector_that_is_not_there_delays_nobody(monkeypatch, caplog):
     monkeypatch.setattr("jaxinfer_service.tracing.setup.FLUSH_SECONDS", 0.2)
+    caplog.set_level("WARNING", "jaxinfer_service")
     tracing = open_tracing("http://127.0.0.1:1")
     async with serving(ScriptedEngine(echo), tracing=tracing) as (_, client):
         assert (await client.generate("abc")).text == "abc"
@@ -377,4 +378,5 @@ def test_without_the_packages_the_option_is_refused(monkeypatch, caplog, name):
     with pytest.raises(ValueError, match=r"pip install 'jaxinfer\[tracing\]'"):
         open_tracing("http://c:4317")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://c:4317")
+    caplog.set_level("WARNING", "jaxinfer_service")
     assert open_tracing(None) is None and "jaxinfer[tracing]" in caplog.text
