@@ -66,8 +66,8 @@ class Command(TyperCommand):
             if name in ADVICE:
                 error.message, error.possibilities = f"{name}: {ADVICE[name]}", []  # type: ignore[attr-defined]
             elif name and close:
-                (nearest,) = difflib.get_close_matches(name, close, n=1, cutoff=0)
-                hint = f"No such option: {name}. Did you mean {nearest}?"
+                nearest = difflib.get_close_matches(name, close, cutoff=0.75) or sorted(close)
+                hint = f"No such option: {name}. Did you mean {' or '.join(nearest)}?"
                 error.message, error.possibilities = hint, []  # type: ignore[attr-defined]
             raise
 
