@@ -113,14 +113,15 @@ def in_loop(test):
 
 
 @contextlib.contextmanager
-def server_thread(engine, **config):
-    """The address of a server that runs in a thread, for clients that block."""
+def server_thread(engine, door="port", **config):
+    """The address of a server that runs in a thread, for clients that block; `door` http_port: of
+    its HTTP front."""
     ready, stop = threading.Event(), []
     address = []
 
     async def run():
         async with serving(engine, **config) as (server, _):
-            address.append(f"127.0.0.1:{server.port}")
+            address.append(f"127.0.0.1:{getattr(server, door)}")
             leave = asyncio.Event()
             stop.append((asyncio.get_running_loop(), leave))
             ready.set()

@@ -24,6 +24,10 @@ from jaxinfer_service.model import ServedModel, loaded
 from jaxinfer_service.tracing import names
 from jaxinfer_service.tracing.current import note
 
+# For the OpenAPI document: what answers may be besides JSON.
+_EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
+
 
 class HttpFront:
     """The app, which answers 503 until `serve` is called."""
@@ -32,7 +36,13 @@ class HttpFront:
         self.served: ServedModel | None = None
         self._live = live
         self._metrics = Metrics(metrics_prefix)
-        self.app = FastAPI(title="jaxinfer", version=version(), docs_url=None, redoc_url=None)
+        self.app = FastAPI(
+            title="jaxinfer",
+            version=version(),
+            docs_url=None,
+            redoc_url=None,
+            responses=errors.DOCUMENTED,
+        )
         errors.install(self.app)
         self.app.add_middleware(BoundedBody)
         self._add_routes()
@@ -44,18 +54,18 @@ class HttpFront:
     def _add_routes(self) -> None:
         self.app.get("/v1/models")(self.models)
         self.app.get("/v1/models/{name:path}")(self.model)
-        self.app.post("/v1/completions")(self.completions)
-        self.app.post("/v1/chat/completions")(self.chat_completions)
+        self.app.post("/v1/completions", responses=_EVENTS)(self.completions)
+        self.app.post("/v1/chat/completions", responses=_EVENTS)(self.chat_completions)
         self.app.post("/tokenize")(self.tokenize)
         self.app.post("/detokenize")(self.detokenize)
-        self.app.get("/health")(self.health)
-        self.app.get("/ready")(self.ready)
+        self.app.get("/health", responses=_TEXT)(self.health)
+        self.app.get("/ready", responses=_TEXT)(self.ready)
         for path in ("/health", "/ready"):  # as some load balancers ask
             self.app.head(path, include_in_schema=False)(self.health)
         self.app.get("/version")(self.version)
-        self.app.get("/metrics")(self.metrics)
+        self.app.get("/metrics", responses=_TEXT)(self.metrics)
         self.app.get("/", include_in_schema=False)(page.page)
-        self.app.get("/live")(self.live)
+        self.app.get("/live", responses=_EVENTS)(self.live)
 
     def _model(self, name: str = "") -> ServedModel:
         """The served model. Raises EngineStoppedError while there is none, ModelNotFoundError for

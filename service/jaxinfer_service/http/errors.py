@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -34,6 +35,27 @@ class Kind(NamedTuple):
     type: str
     code: str | None = None
 
+
+class ErrorDetail(BaseModel):
+    """What was wrong: `param` is the field, `code` a word for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer that is no success."""
+
+    error: ErrorDetail
+
+
+# For the OpenAPI document; it has no 422 then, by which FastAPI itself would refuse bodies.
+DOCUMENTED: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorAnswer, "description": "The request cannot be honoured."},
+    "5XX": {"model": ErrorAnswer, "description": "The server cannot answer, or not now."},
+}
 
 _KINDS: dict[type[Exception], Kind] = {
     RequestError: Kind(400, "invalid_request_error"),

@@ -15,10 +15,19 @@ OneOrMore = str | Listed[str]
 MOST_UNKNOWN = 8  # unknown fields that a refusal names
 
 
+def _nullable(schema: dict[str, Any]) -> None:
+    """In the document of a body, null is a value of every field that may be left out."""
+    null, besides = {"type": "null"}, ("title", "description", "default")
+    for name, field in schema.get("properties", {}).items():
+        if name not in schema.get("required", ()) and null not in field.get("anyOf", ()):
+            said = {key: field.pop(key) for key in besides if key in field}
+            schema["properties"][name] = {"anyOf": [field, null]} | said
+
+
 class Body(BaseModel):
     """Strict: no field that is not known, no text where a number belongs. null is left out."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_nullable)
 
     @model_validator(mode="before")
     @classmethod
