@@ -27,14 +27,16 @@ class Admission:
         # The batch class always has a slot, else it would never run.
         self._batch_slots = max(1, int(limits.num_slots * (1 - policy.interactive_reserve)))
 
-    def allows(self, sequence: Sequence, needed: int, found: list[list[int]]) -> bool:
-        """Whether there are `needed` pages a group for it, of which `found` are cached, and a slot
-        for its class."""
-        return not self.class_is_full(sequence) and self.lacking(sequence, needed, found) <= 0
+    def allows(self, sequence: Sequence, whole: int, found: list[list[int]]) -> bool:
+        """Whether there are pages for it, which fills `whole` a group, of which `found` are cached,
+        and a slot for its class."""
+        if self.class_is_full(sequence):
+            return False
+        return max(self.lacking(sequence, whole, found)) <= 0
 
-    def lacking(self, sequence: Sequence, needed: int, found: list[list[int]]) -> int:
-        """Pages short beside what is kept free for others. At most 0: they are there."""
-        return self._pages.lacking(needed, found, self._reserve(sequence))
+    def lacking(self, sequence: Sequence, whole: int, found: list[list[int]]) -> list[int]:
+        """Pages short by group beside what stays free for others. None above 0: they are there."""
+        return self._pages.lacking(whole, found, self._reserve(sequence))
 
     def _reserve(self, sequence: Sequence) -> float:
         """The part of the pool that stays free for others. Who is more urgent than somebody that

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
+from collections.abc import Sequence as Row
 
 from jaxinfer.admission import Admission
 from jaxinfer.chunk_turns import ChunkTurns
 from jaxinfer.deadlines import Deadlines, check_in_time
 from jaxinfer.decoding import Decoding, urgency
+from jaxinfer.host_pages import PageMove
 from jaxinfer.load import KEPT_RECORDS, StepRecord
 from jaxinfer.pace import Pace, StepWatch
 from jaxinfer.page_allocator import PageAllocator
@@ -28,7 +30,7 @@ from jaxinfer.policy import SchedulerLimits, SchedulerPolicy, ThrashGuard
 from jaxinfer.prefix_cache import namespace_key
 from jaxinfer.request import Request
 from jaxinfer.sequence import NO_SLOT, Sequence
-from jaxinfer.sequence_pages import PageMove, SequencePages
+from jaxinfer.sequence_pages import SequencePages
 from jaxinfer.step_plan import MAX_PIECES, Piece, StepPlan
 from jaxinfer.waiting_queue import WaitingQueue
 
@@ -45,10 +47,10 @@ class Scheduler:
             policy.host_pages,
             limits.windows,
             publishes_outputs=not policy.separate_phases,  # they were computed by another program
+            chunk_tokens=limits.chunk_tokens,
         )
-        self.waiting = WaitingQueue(
-            policy.ageing, dict(policy.tenant_weights), policy.batch_priority
-        )
+        weights = dict(policy.tenant_weights)
+        self.waiting = WaitingQueue(policy.ageing, weights, policy.batch_priority)
         self.running: list[Sequence] = []  # most urgent first, then in order of admission
         self.leaving: set[Sequence] = set()  # no slot any more: their last token is on its way
         self.by_id: dict[str, Sequence] = {}
@@ -62,6 +64,7 @@ class Scheduler:
         self._page_outs: list[PageMove] = []  # to go out with the next step
         self._arrivals = self._admissions = self._step = 0
         self._chunk_was_last = False
+        self._saved_for: int | None = None  # the level of one that waits for pages on their way
         self._turns = ChunkTurns(self.waiting)
         self._watch = StepWatch(self.pace)
         self._decoding = Decoding(limits.page_size)
@@ -116,7 +119,7 @@ class Scheduler:
             self.leaving.remove(sequence)
         else:
             self.waiting.remove(sequence)
-            self.pages.forget_host(sequence)
+            self.pages.host.forget(sequence)
             return
         self._watch.ended()
         if failed:
@@ -144,6 +147,7 @@ class Scheduler:
         plan = StepPlan(self._step)
         preempted = self.preemptions
         self._make_room(now)
+        self._keep_prompts_going(now)
         if not (self.policy.separate_phases and self._plan_chunk_alone(plan, now)):
             self._plan_decodes(plan, now)
             self._resume(plan, now)
@@ -158,13 +162,13 @@ class Scheduler:
 
     def _rise(self, now: float) -> None:
         """Who waited long enough rises; of the batch class, as many as may run at once."""
-        reserved = self.policy.interactive_reserve > 0
-        slots = self._admission.batch_slots_left() if reserved else None
+        slots = self._admission.batch_slots_left() if self.policy.interactive_reserve else None
         self.waiting.rise(now, self.running, slots)
 
     def _leave(self) -> None:
         """Who needs no further step makes room for the next one. Its pages stay until its last
-        token is read: they are found by it."""
+        token is read: they are found by it. Prompts give back what they passed in the last step."""
+        self.pages.trim_advanced()
         for sequence in self._decoding.complete():
             self._vacate(sequence)
             self.leaving.add(sequence)
@@ -174,7 +178,7 @@ class Scheduler:
         plan.page_outs, self._page_outs = self._page_outs, []
         streams = len(plan.decodes) or sum(sequence.decodes for sequence in self.running)
         plan.expected = self.pace.expect(len(plan.decodes), plan.chunk_tokens, streams)
-        self.pages.step_planned()
+        self.pages.host.step_planned()
         self._chunk_was_last = not plan.decodes
         self._step += 1
 
@@ -189,6 +193,7 @@ class Scheduler:
 
     def _make_room(self, now: float) -> None:
         """Preempt less urgent sequences for waiting ones that lack a slot or pages."""
+        self._saved_for = None
         head = self.waiting.head()
         if head is None or not self.running or self.running[-1].level <= head.level:
             return
@@ -198,17 +203,30 @@ class Scheduler:
             if enough and not self._admission.class_is_full(head):
                 break
             self._preempt(self.running[-1], now, for_pages=False)
-        needed, found = self._pages_for(head), self._found_for(head)
-        short = self._admission.lacking(head, needed, found)
+        whole, found = self.pages.wanted(head)
+        short = self._admission.lacking(head, whole, found)
         victims = [s for s in reversed(self.running) if s.level > head.level]
-        if short > 0 and not self._pages_on_their_way():
-            for victim in victims[: self.pages.how_many_give(victims, short)]:
+        if max(short) <= 0:
+            return
+        if self._pages_on_their_way(short):
+            self._saved_for = head.level
+        else:
+            for victim in victims[: self.pages.how_many_give(victims, whole, found, short)]:
                 self._preempt(victim, now)
+
+    def _keep_prompts_going(self, now: float) -> None:
+        """The most urgent prompt that can take no page takes it from the last running sequences, as
+        a stream does. Others wait: what is before them goes on."""
+        prompt = min(self.pages.growing.prompts, key=urgency, default=None)
+        while prompt is not None and self.running[-1] is not prompt:
+            if self.pages.room(prompt) or self._pages_on_their_way():
+                return
+            self._preempt(self.running[-1], now)
 
     def _plan_decodes(self, plan: StepPlan, now: float) -> None:
         """All that can decode, most urgent first, and the pages they need for it."""
         full = self._decoding.full()
-        room = min(self.pages.available, len(full))
+        room = max(0, min(self.pages.unclaimed, len(full)))
         self._grow(full[:room], plan)
         for sequence in full[room:]:
             self._grow_under_pressure(sequence, plan, now)
@@ -216,9 +234,10 @@ class Scheduler:
 
     def _grow_under_pressure(self, sequence: Sequence, plan: StepPlan, now: float) -> None:
         """Preempt the last running sequences for a page, itself in the end. While pages are on
-        their way it sits out instead."""
+        their way it sits out instead. What is promised to prompts before it is not there for it."""
+        before = any(urgency(prompt) < urgency(sequence) for prompt in self.pages.growing.prompts)
         while sequence.slot != NO_SLOT:
-            if self.pages.available:
+            if (self.pages.unclaimed if before else self.pages.available) > 0:
                 self._grow([sequence], plan)
                 return
             if self._pages_on_their_way():
@@ -267,23 +286,23 @@ class Scheduler:
             plan.decodes.append(head)
 
     def _admit(self, sequence: Sequence, plan: StepPlan, now: float) -> bool:
-        """A slot and the pages of all it must compute, for a waiting sequence, or False."""
+        """A slot and pages for a waiting sequence, or False. Of all it must compute, but for layers
+        that see a window: those take theirs with its chunks."""
         if sequence.num_in_flight or not self._free_slots:
             return False  # preempted a moment ago, its last token is not known yet; or no room
         if self.policy.separate_phases and not sequence.host_pages:
             sequence.start_again()
-        needed, found = self._pages_for(sequence), self._found_for(sequence)
-        if not sequence.rules_are_known or not self._admission.allows(sequence, needed, found):
+        whole, found = self.pages.wanted(sequence)
+        if not sequence.rules_are_known or not self._admission.allows(sequence, whole, found):
             return False
         self.waiting.remove(sequence)
-        self.pages.give(sequence, needed, found)
+        self.pages.give(sequence, whole, found)
         sequence.slot = self._free_slots.pop()
         sequence.prefill_target = len(sequence.tokens)
         sequence.num_computed_tokens = len(found[0]) * self.limits.page_size
         if sequence.host_pages:
-            plan.page_ins += self.pages.restore(sequence)
+            plan.page_ins += self.pages.host.restore(sequence)
             sequence.prefill_target = sequence.num_computed_tokens = len(sequence.tokens) - 1
-            self.pages.trim(sequence, sequence.num_computed_tokens)
         if sequence.first_scheduled is None:
             self._count_hits(sequence)
             sequence.first_scheduled = now
@@ -295,11 +314,6 @@ class Scheduler:
         plan.admitted.append(sequence)
         return True
 
-    def _found_for(self, sequence: Sequence) -> list[list[int]]:
-        if sequence.host_pages:  # what it computed itself comes back, to the last bit
-            return [[] for _ in self.allocators]
-        return self.pages.lookup(sequence)
-
     def _count_hits(self, sequence: Sequence) -> None:
         sequence.cached_tokens = sequence.num_computed_tokens
         if self.policy.prefix_cache:
@@ -307,9 +321,16 @@ class Scheduler:
             self.prefix_hits += sequence.cached_tokens
 
     def _add_piece(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
-        """The next part of a prompt, at most `budget` tokens; returns its length."""
+        """The next part of a prompt, at most `budget` tokens and as there are pages for it; returns
+        its length."""
         start = sequence.num_computed_tokens
         length = min(budget, sequence.prefill_target - start)
+        if sequence in self.pages.growing.prompts:
+            saves = self._saved_for is not None and sequence.level > self._saved_for
+            length = 0 if saves else min(length, self.pages.room(sequence))
+            if not length:
+                return 0
+            plan.deltas += self.pages.extend(sequence, start + length)
         last = start + length == sequence.prefill_target
         plan.pieces.append(Piece(sequence, start, length, last, sequence.score(start + length)))
         sequence.num_computed_tokens += length
@@ -321,13 +342,10 @@ class Scheduler:
         # Found from now on: whoever finds these pages reads them in this step or in a later one,
         # and a step writes all its keys and values before it reads any.
         self.pages.publish(sequence, sequence.num_computed_tokens)
-        self.pages.trim(sequence, start)
+        self.pages.advanced(sequence)
         return length
 
     # -- slots and pages ---------------------------------------------------------------------------
-
-    def _pages_for(self, sequence: Sequence) -> int:
-        return -(-len(sequence.tokens) // self.limits.page_size)
 
     def _publish_output(self, sequence: Sequence) -> None:
         """What it has computed since its prompt, when it takes a page or gives them all up: who
@@ -336,9 +354,10 @@ class Scheduler:
         known = len(sequence.tokens) - sequence.finished
         self.pages.publish(sequence, min(known, sequence.num_computed_tokens))
 
-    def _pages_on_their_way(self) -> bool:
-        """Whether a step in flight brings some back when it is read."""
-        return self.pages.releases_pending or bool(self.leaving)
+    def _pages_on_their_way(self, short: Row[int] = ()) -> bool:
+        """Whether a step in flight brings some back when it is read, in all groups that are short;
+        if that is not said, in those that have none."""
+        return bool(self.leaving) or self.pages.come_back(short)
 
     def _preempt(self, sequence: Sequence, now: float, for_pages: bool = True) -> None:
         """Back to the front of its peers in the queue."""
@@ -348,7 +367,7 @@ class Scheduler:
             self.thrash.preempted_again(done)
         self._publish_output(sequence)
         if not sequence.prefilling:
-            self._page_outs += self.pages.offload(sequence)
+            self._page_outs += self.pages.host.offload(sequence)
         self._vacate(sequence)
         self.pages.release(sequence)
         self.waiting.push(sequence, now, preempted=True)
@@ -365,8 +384,7 @@ class Scheduler:
         waiting = list(self.waiting)
         slots = [sequence.slot for sequence in self.running]
         assert sorted(slots + self._free_slots) == list(range(self.limits.num_slots)), "slots"
-        assert all(sequence.slot == NO_SLOT for sequence in waiting), "a waiting slot"
-        assert all(sequence.slot == NO_SLOT for sequence in self.leaving), "a slot that was left"
+        assert all(s.slot == NO_SLOT for s in [*waiting, *self.leaving]), "a slot that was left"
         assert self.running == sorted(self.running, key=urgency), "running is out of order"
         self._decoding.check_invariants(self.running)
         self._turns.check_invariants(self.running)
