@@ -112,12 +112,13 @@ def pages_that_fit(
     groups: tuple[KVGroup, ...], pool_bytes: int, num_slots: int, length: int, chunk_tokens: int
 ) -> tuple[int, ...]:
     """Pages of each group that `pool_bytes` holds, the null page among them, at most as many as
-    `num_slots` sequences of `length` tokens need, rounded down to a multiple of 16 above 64.
+    `num_slots` sequences of `length` tokens need. Fewer are rounded down to a multiple of 16 above
+    64, but never below what one sequence needs.
 
     Every group has what one sequence needs, if that is there. Of what is left, a half is divided
     into as many pages of one group as of another, which is what sequences within all windows need,
     the other half as sequences of `length` need it. So of sequences of one length, whatever it is,
-    at least half as many run at once as if everything were divided for that length.
+    at least half as many have room in it as if all that is left were divided for that length.
 
     The page count is part of every program's shape: rounding keeps the compilation cache valid
     when the free memory differs a little from one start to the next.
@@ -141,7 +142,10 @@ def pages_that_fit(
             counts[i] = most[i] if i in full else least[i] + shares[i]
             left -= (counts[i] - least[i]) * groups[i].page_bytes
         shared -= full or shared
-    return tuple(max(_rounded(count), lowest) for count, lowest in zip(counts, least))
+    return tuple(
+        count if count == highest else max(_rounded(count), lowest)
+        for count, lowest, highest in zip(counts, least, most)
+    )
 
 
 def _most_pages(group: KVGroup, num_slots: int, length: int, chunk_tokens: int) -> int:
