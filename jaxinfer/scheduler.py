@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Sequence as Row
 
 from jaxinfer.admission import Admission
 from jaxinfer.chunk_turns import ChunkTurns
@@ -29,7 +28,7 @@ from jaxinfer.page_allocator import PageAllocator
 from jaxinfer.policy import SchedulerLimits, SchedulerPolicy, ThrashGuard
 from jaxinfer.prefix_cache import namespace_key
 from jaxinfer.request import Request
-from jaxinfer.sequence import NO_SLOT, Sequence
+from jaxinfer.sequence import NO_SLOT, NOT_WAITING, Sequence
 from jaxinfer.sequence_pages import SequencePages
 from jaxinfer.step_plan import MAX_PIECES, Piece, StepPlan
 from jaxinfer.waiting_queue import WaitingQueue
@@ -51,7 +50,7 @@ class Scheduler:
         )
         weights = dict(policy.tenant_weights)
         self.waiting = WaitingQueue(policy.ageing, weights, policy.batch_priority)
-        self.running: list[Sequence] = []  # most urgent first, then in order of admission
+        self.running: list[Sequence] = []  # most urgent first, then in order of arrival
         self.leaving: set[Sequence] = set()  # no slot any more: their last token is on its way
         self.by_id: dict[str, Sequence] = {}
         self.deadlines = Deadlines(self.by_id)
@@ -62,9 +61,9 @@ class Scheduler:
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
         self._free_slots = list(range(limits.num_slots - 1, -1, -1))
         self._page_outs: list[PageMove] = []  # to go out with the next step
-        self._arrivals = self._admissions = self._step = 0
+        self._arrivals = self._step = self._recorded = 0
         self._chunk_was_last = False
-        self._saved_for: int | None = None  # the level of one that waits for pages on their way
+        self._held_back: Sequence | None = None  # who was next and could not be admitted
         self._turns = ChunkTurns(self.waiting)
         self._watch = StepWatch(self.pace)
         self._decoding = Decoding(limits.page_size)
@@ -93,13 +92,18 @@ class Scheduler:
         follows = request.group in self.by_id  # the first sample of its prompt was taken
         sequence.to_compute = self._to_compute(sequence, follows)
         if request.deadline is not None and not follows:
-            free = len(self._free_slots)
+            free = 0 if self._goes_after_held_back(sequence) else len(self._free_slots)
             check_in_time(sequence, self.waiting, self.running, free, self.pace)
         self.by_id[request.id] = sequence
         if request.deadline is not None:
             self.deadlines.add(request.id, request.deadline)
         self.waiting.push(sequence, request.arrival)
         return sequence
+
+    def _goes_after_held_back(self, sequence: Sequence) -> bool:
+        """Whether a slot that is free is not for it: somebody as urgent has no pages to take it."""
+        held = self._held_back
+        return held is not None and held.entry != NOT_WAITING and held.level <= sequence.level
 
     def _to_compute(self, sequence: Sequence, follows: bool) -> int:
         """Prompt tokens that it will compute, as far as is known when it comes."""
@@ -145,7 +149,6 @@ class Scheduler:
         self._leave()
         self._rise(now)
         plan = StepPlan(self._step)
-        preempted = self.preemptions
         self._make_room(now)
         self._keep_prompts_going(now)
         if not (self.policy.separate_phases and self._plan_chunk_alone(plan, now)):
@@ -157,7 +160,7 @@ class Scheduler:
             self._watch.idle()
             return None
         self._dispatch(plan)
-        self._record(plan, now, self.preemptions - preempted)
+        self._record(plan, now)
         return plan
 
     def _rise(self, now: float) -> None:
@@ -178,12 +181,15 @@ class Scheduler:
         plan.page_outs, self._page_outs = self._page_outs, []
         streams = len(plan.decodes) or sum(sequence.decodes for sequence in self.running)
         plan.expected = self.pace.expect(len(plan.decodes), plan.chunk_tokens, streams)
+        plan.running = len(self.running)
         self.pages.host.step_planned()
         self._chunk_was_last = not plan.decodes
         self._step += 1
 
-    def _record(self, plan: StepPlan, now: float, preempted: int) -> None:
+    def _record(self, plan: StepPlan, now: float) -> None:
         self.thrash.step()
+        # Since the last record: also of plans that came to nothing.
+        preempted, self._recorded = self.preemptions - self._recorded, self.preemptions
         self.records.append(
             StepRecord(
                 plan.number, now, len(self.running), len(self.waiting), len(plan.decodes),
@@ -192,10 +198,14 @@ class Scheduler:
         )  # fmt: skip
 
     def _make_room(self, now: float) -> None:
-        """Preempt less urgent sequences for waiting ones that lack a slot or pages."""
-        self._saved_for = None
+        """Preempt less urgent sequences for waiting ones that lack a slot or pages, if all of them
+        together have the pages that the first of these lacks."""
+        self._admission.saves_for = None
         head = self.waiting.head()
         if head is None or not self.running or self.running[-1].level <= head.level:
+            return
+        short, givers = self._admission.who_gives_pages(head, bool(self.leaving))
+        if short and not givers:
             return
         while self.running and self.running[-1].level > head.level:
             urgent = self.waiting.more_urgent(self.running[-1].level)
@@ -203,16 +213,9 @@ class Scheduler:
             if enough and not self._admission.class_is_full(head):
                 break
             self._preempt(self.running[-1], now, for_pages=False)
-        whole, found = self.pages.wanted(head)
-        short = self._admission.lacking(head, whole, found)
-        victims = [s for s in reversed(self.running) if s.level > head.level]
-        if max(short) <= 0:
-            return
-        if self._pages_on_their_way(short):
-            self._saved_for = head.level
-        else:
-            for victim in victims[: self.pages.how_many_give(victims, whole, found, short)]:
-                self._preempt(victim, now)
+        _, givers = self._admission.who_gives_pages(head, bool(self.leaving))
+        for victim in givers:
+            self._preempt(victim, now)
 
     def _keep_prompts_going(self, now: float) -> None:
         """The most urgent prompt that can take no page takes it from the last running sequences, as
@@ -267,6 +270,7 @@ class Scheduler:
             head = None if blocked else self.waiting.head()
             if head is not None and not (prefilling and self._turns.goes_on(prefilling[0], head)):
                 blocked = bool(head.host_pages) or not self._admit(head, plan, now)
+                self._held_back = head if blocked else None
                 if not blocked:
                     budget -= self._add_piece(head, budget, plan)
             elif prefilling:
@@ -307,8 +311,7 @@ class Scheduler:
             self._count_hits(sequence)
             sequence.first_scheduled = now
         sequence.waited = now - sequence.entered
-        self._admissions += 1
-        sequence.admission, sequence.tokens_then = self._admissions, len(sequence.tokens)
+        sequence.tokens_then = len(sequence.tokens)
         bisect.insort(self.running, sequence, key=urgency)
         (self._turns if sequence.prefilling else self._decoding).add(sequence)
         plan.admitted.append(sequence)
@@ -326,8 +329,8 @@ class Scheduler:
         start = sequence.num_computed_tokens
         length = min(budget, sequence.prefill_target - start)
         if sequence in self.pages.growing.prompts:
-            saves = self._saved_for is not None and sequence.level > self._saved_for
-            length = 0 if saves else min(length, self.pages.room(sequence))
+            waits = self._admission.saves_from(sequence)
+            length = 0 if waits else min(length, self.pages.room(sequence))
             if not length:
                 return 0
             plan.deltas += self.pages.extend(sequence, start + length)
@@ -354,10 +357,9 @@ class Scheduler:
         known = len(sequence.tokens) - sequence.finished
         self.pages.publish(sequence, min(known, sequence.num_computed_tokens))
 
-    def _pages_on_their_way(self, short: Row[int] = ()) -> bool:
-        """Whether a step in flight brings some back when it is read, in all groups that are short;
-        if that is not said, in those that have none."""
-        return bool(self.leaving) or self.pages.come_back(short)
+    def _pages_on_their_way(self) -> bool:
+        """Whether a step in flight brings some back when read, in all groups that have none."""
+        return bool(self.leaving) or self.pages.come_back()
 
     def _preempt(self, sequence: Sequence, now: float, for_pages: bool = True) -> None:
         """Back to the front of its peers in the queue."""
