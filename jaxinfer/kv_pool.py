@@ -149,11 +149,13 @@ def pages_that_fit(
 
 
 def _most_pages(group: KVGroup, num_slots: int, length: int, chunk_tokens: int) -> int:
-    """Pages of a group that so many sequences can use, those of two steps on their way included."""
-    most = num_slots * group.pages_of(length)
-    if group.window is not None:
-        most += 2 * chunk_pages(chunk_tokens, group.page_size)
-    return 1 + min(most, num_slots * pages_for(length, group.page_size))
+    """Pages of a group that so many sequences can use. Of windows, with those of two steps on their
+    way, and as many again: a beginning that the prefix cache keeps is found by its last window."""
+    whole = num_slots * pages_for(length, group.page_size)
+    if group.window is None:
+        return 1 + whole
+    windows = 2 * num_slots * group.pages_of(length)
+    return 1 + min(windows + 2 * chunk_pages(chunk_tokens, group.page_size), whole)
 
 
 def _rounded(pages: int) -> int:

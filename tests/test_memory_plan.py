@@ -163,10 +163,10 @@ def test_of_any_length_at_least_half_as_many_fit_as_in_a_pool_divided_for_it(
 def test_what_a_group_cannot_use_is_left_to_the_others():
     groups = kv_groups(WINDOWS, 1, 64, "bfloat16")
     whole, window = pages_that_fit(groups, 8 << 30, 4, 1 << 20, 512)
-    assert window == 4 * 18 + 2 * chunk_pages(512, 64) + 1
+    assert window == 2 * 4 * 18 + 2 * chunk_pages(512, 64) + 1
     left = (8 << 30) - window * groups[1].page_bytes
     assert left // groups[0].page_bytes - whole in range(16)
-    assert pages_that_fit(groups, 1 << 40, 4, 2048, 512) == (4 * 32 + 1, window)
+    assert pages_that_fit(groups, 1 << 40, 4, 2048, 512) == (4 * 32 + 1, 4 * 32 + 1)
 
 
 def test_windows_are_counted_in_what_is_promised():
