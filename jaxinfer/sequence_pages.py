@@ -118,6 +118,15 @@ class SequencePages:
         firsts = self._firsts_seen(count * self.page_size)
         return [[NULL_PAGE] * first + pages[first:count] for pages, first in zip(known, firsts)]
 
+    def to_compute(self, sequence: Sequence, follows: bool) -> int:
+        """Prompt tokens that it will compute, as far as is known when it comes; `follows` another
+        sample of its prompt."""
+        if follows:
+            found = (sequence.prompt_len - 1) // self.page_size
+        else:
+            found = len(self.lookup(sequence)[0])
+        return sequence.prompt_len - found * self.page_size
+
     def _leading(self, keys: list[bytes]) -> list[bytes]:
         """The first of these, as many as all groups know whose layers see all tokens."""
         for cache, window in zip(self.caches, self.windows):
