@@ -300,7 +300,7 @@ class Scheduler:
             plan.decodes.append(head)
 
     def _admit(self, sequence: Sequence, plan: StepPlan, now: float) -> bool:
-        """A slot and pages for a waiting sequence, or False. Windows take theirs with its chunks."""
+        """A slot and pages, those of windows by chunks, for a waiting sequence, or False."""
         if sequence.num_in_flight or not self._free_slots:
             return False  # preempted a moment ago, its last token is not known yet; or no room
         if self.policy.separate_phases and not sequence.host_pages:
