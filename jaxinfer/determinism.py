@@ -141,7 +141,8 @@ class Probe:
 
     @property
     def prompt_len(self) -> int:
-        return max(1, min(PROMPT, self.max_model_len - OUTPUTS))
+        room = min(group.capacity for group in self.groups)  # of windows it may be less
+        return max(1, min(PROMPT, self.max_model_len - OUTPUTS, room - OUTPUTS))
 
     @property
     def outputs(self) -> int:

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.sharding import LATENT_AXES, POOL_AXES
+from jaxinfer.step_plan import chunk_pages
+from jaxinfer.window_pages import most_kept, pages_of_one
 
 # One (k_pages, v_pages) a layer, or (latent_pages,): arrays or their structs.
 Pools = list[tuple[Any, ...]]
@@ -65,6 +67,11 @@ class KVGroup:
         """Tokens the group can hold: page 0 holds none."""
         return (self.num_pages - 1) * self.page_size
 
+    def pages_of(self, length: int) -> int:
+        """Pages of a sequence of `length` tokens, but for those of a chunk on its way."""
+        whole = pages_for(length, self.page_size)
+        return whole if self.window is None else min(whole, most_kept(self.window, self.page_size))
+
     @property
     def layer_shape(self) -> tuple[int, int, int, int]:
         return (self.num_pages, self.kv_heads, self.page_size, self.head_dim)
@@ -95,37 +102,60 @@ def kv_groups(
     )
 
 
-def pages_that_fit(
-    model: ModelConfig, page_size: int, dtype: str, pool_bytes: int, num_slots: int, length: int
-) -> tuple[int, ...]:
-    """Pages of each group that `pool_bytes` holds, rounded down to a multiple of 16 above 64.
+def least_pages(groups: tuple[KVGroup, ...], length: int, chunk_tokens: int) -> tuple[int, ...]:
+    """Pages of each group, the null page among them, that serve one sequence of `length` tokens
+    whose prompt is computed by `chunk_tokens`."""
+    return tuple(1 + pages_of_one(g.window, length, g.page_size, chunk_tokens) for g in groups)
 
-    As many of one group as of another, but for windows: those need no more than `num_slots`
-    windows, and two prompts of `length` tokens that are on their way.
+
+def pages_that_fit(
+    groups: tuple[KVGroup, ...], pool_bytes: int, num_slots: int, length: int, chunk_tokens: int
+) -> tuple[int, ...]:
+    """Pages of each group that `pool_bytes` holds, the null page among them, at most as many as
+    `num_slots` sequences of `length` tokens need. Fewer are rounded down to a multiple of 16 above
+    64, but never below what one sequence needs.
+
+    Every group has what one sequence needs, if that is there. Of what is left, a half is divided
+    into as many pages of one group as of another, which is what sequences within all windows need,
+    the other half as sequences of `length` need it. So of sequences of one length, whatever it is,
+    at least half as many have room in it as if all that is left were divided for that length.
 
     The page count is part of every program's shape: rounding keeps the compilation cache valid
     when the free memory differs a little from one start to the next.
     """
-    groups = kv_groups(model, 1, page_size, dtype)
-    whole = pages_for(length, page_size)
-    most = [
-        None if g.window is None else num_slots * (pages_for(g.window, page_size) + 2) + 2 * whole
-        for g in groups
-    ]
-    # Groups that need less than an equal share leave the rest to the others.
-    counts: dict[int, int] = {}
-    left, open_groups = pool_bytes, list(range(len(groups)))
-    while open_groups:
-        equal = left // sum(groups[i].page_bytes for i in open_groups)
-        small = [i for i in open_groups if (most[i] or equal + 1) <= equal]
-        if not small:
-            counts |= dict.fromkeys(open_groups, equal)
-            break
-        for i in small:
-            counts[i] = most[i] or 0
-            left -= counts[i] * groups[i].page_bytes
-            open_groups.remove(i)
-    return tuple(_rounded(counts[i]) for i in range(len(groups)))
+    least = least_pages(groups, length, chunk_tokens)
+    of_one = sum(pages * group.page_bytes for pages, group in zip(least, groups))
+    if pool_bytes < of_one:
+        return tuple(max(0, pool_bytes) * pages // of_one for pages in least)
+    each = [group.pages_of(length) for group in groups]
+    most = [_most_pages(group, num_slots, length, chunk_tokens) for group in groups]
+    # Groups that need less than their share leave the rest to the others.
+    counts, left, shared = [*least], pool_bytes - of_one, {*range(len(groups))}
+    while shared:
+        alike = sum(groups[i].page_bytes for i in shared)
+        as_needed = sum(each[i] * groups[i].page_bytes for i in shared)
+        shares = {
+            i: left * (as_needed + each[i] * alike) // (2 * alike * as_needed) for i in shared
+        }
+        full = {i for i in shared if least[i] + shares[i] >= most[i]}
+        for i in full or shared:
+            counts[i] = most[i] if i in full else least[i] + shares[i]
+            left -= (counts[i] - least[i]) * groups[i].page_bytes
+        shared -= full or shared
+    return tuple(
+        count if count == highest else max(_rounded(count), lowest)
+        for count, lowest, highest in zip(counts, least, most)
+    )
+
+
+def _most_pages(group: KVGroup, num_slots: int, length: int, chunk_tokens: int) -> int:
+    """Pages of a group that so many sequences can use. Of windows, with those of two steps on their
+    way, and as many again: a beginning that the prefix cache keeps is found by its last window."""
+    whole = num_slots * pages_for(length, group.page_size)
+    if group.window is None:
+        return 1 + whole
+    windows = 2 * num_slots * group.pages_of(length)
+    return 1 + min(windows + 2 * chunk_pages(chunk_tokens, group.page_size), whole)
 
 
 def _rounded(pages: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +11,14 @@ import jax
 import psutil
 
 from jaxinfer.config import EngineConfig, ModelConfig
-from jaxinfer.kv_pool import KVGroup, host_pages_for, kv_groups, pages_for, pages_that_fit
+from jaxinfer.kv_pool import (
+    KVGroup,
+    host_pages_for,
+    kv_groups,
+    least_pages,
+    pages_for,
+    pages_that_fit,
+)
 from jaxinfer.models import family_of
 from jaxinfer.page_transfer import BATCH, MOST_BATCHES
 from jaxinfer.params import named_leaves
@@ -42,7 +49,7 @@ class MemoryPlan:
     """Bytes on one device. `workspace` bounds the largest program's temporaries and logits.
 
     With offloading, `transfer` bounds the pages on their way, and `host` is the host's memory that
-    holds pages of preempted sequences.
+    holds pages of preempted sequences. `chunk_tokens` are those of prompts in a step.
     """
 
     device_bytes: int
@@ -53,6 +60,7 @@ class MemoryPlan:
     pool_bytes: int
     transfer_bytes: int = 0
     host_bytes: int = 0
+    chunk_tokens: int = 0
 
     def lines(self, groups: tuple[KVGroup, ...], max_model_len: int) -> list[str]:
         """The start-up report: what takes the memory and what the pool holds."""
@@ -66,21 +74,33 @@ class MemoryPlan:
             f"weights {size_text(self.weights_bytes)}, KV pool {size_text(self.pool_bytes)}, "
             f"slot state {size_text(self.slot_bytes)}, "
             f"workspace {size_text(self.workspace_bytes)}",
-            *(_capacity(group, max_model_len, len(groups)) for group in groups),
+            *self._capacity(groups, max_model_len),
             *(offload if self.host_bytes else []),
         ]
 
+    def _capacity(self, groups: tuple[KVGroup, ...], max_model_len: int) -> Iterator[str]:
+        """What each group of the pool holds, and how many full sequences that makes."""
+        sequences = [self.sequences_in(group, max_model_len) for group in groups]
+        for group, count in zip(groups, sequences):
+            number = len(group.layers)
+            layers = "" if len(groups) == 1 else f" for {number} layer{'s' * (number > 1)}"
+            what = f"the full {max_model_len}"
+            if group.window is not None and group.window < max_model_len:
+                what = f"a window of {group.window}"
+            yield (
+                f"KV pool{layers}: {group.num_pages - 1} pages of {group.page_size} tokens = "
+                f"{group.capacity} tokens, {count:.1f} sequences at {what} tokens"
+            )
+        if len(groups) > 1:
+            yield f"KV pool: {min(sequences):.1f} sequences at the full {max_model_len} tokens"
 
-def _capacity(group: KVGroup, max_model_len: int, num_groups: int) -> str:
-    """What one group of the pool holds."""
-    kept = max_model_len if group.window is None else min(group.window, max_model_len)
-    count = len(group.layers)
-    layers = "" if num_groups == 1 else f" for {count} layer{'s' if count > 1 else ''}"
-    what = f"the full {max_model_len}" if group.window is None else f"a window of {group.window}"
-    return (
-        f"KV pool{layers}: {group.num_pages - 1} pages of {group.page_size} tokens = "
-        f"{group.capacity} tokens, {group.capacity / kept:.1f} sequences at {what} tokens"
-    )
+    def sequences_in(self, group: KVGroup, length: int) -> float:
+        """Sequences of `length` tokens that a group holds at once, beside a chunk on its way."""
+        pages = group.num_pages - 1
+        if group.window is None:
+            return group.capacity / length
+        (least,) = least_pages((group,), length, self.chunk_tokens)
+        return 1 + (pages + 1 - least) / group.pages_of(length)
 
 
 def device_memory(device: Device) -> tuple[int, int]:
@@ -187,21 +207,22 @@ def plan_memory(
         )
     on_all_devices = wanted * _pool_shards(model, config)
     slots, page_size = config.max_num_seqs, config.page_size
-    pages = pages_that_fit(model, page_size, kv_dtype, on_all_devices, slots, max_model_len)
-    needed = pages_for(max_model_len, page_size) + 1
-    if min(pages) < needed:
-        least = kv_groups(model, needed, page_size, kv_dtype)
+    groups = kv_groups(model, 1, page_size, kv_dtype)
+    lengths = max_model_len, config.max_num_batched_tokens
+    pages = pages_that_fit(groups, on_all_devices, slots, *lengths)
+    least = least_pages(groups, *lengths)
+    if any(count < needed for count, needed in zip(pages, least)):
+        needed = sum(count * group.page_bytes for count, group in zip(least, groups))
         raise MemoryPlanError(
-            f"one sequence of max_model_len {max_model_len} needs "
-            f"{size_text(sum(needed * group.page_bytes for group in least))} of KV pool, "
+            f"one sequence of max_model_len {max_model_len} needs {size_text(needed)} of KV pool, "
             f"{size_text(max(wanted, 0))} is there ({taken}); lower max_model_len or give the pool "
             "more memory"
         )
-    # More pages than all slots could ever fill would only cost memory.
-    pages = tuple(min(count, (needed - 1) * slots + 1) for count in pages)
     groups = kv_groups(model, pages, config.page_size, kv_dtype)
     pool = sum(g.num_pages * g.page_bytes for g in groups) // _pool_shards(model, config)
-    plan = MemoryPlan(total, usable, weights_bytes, slot_bytes, workspace, pool, transfer, host)
+    plan = MemoryPlan(
+        total, usable, weights_bytes, slot_bytes, workspace, pool, transfer, host, lengths[1]
+    )
     return plan, groups
 
 

@@ -14,6 +14,11 @@ NULL_PAGE = 0
 FREE, USED, CACHED, SHARED = 0, 1, 2, 3
 
 
+def present(pages: list[int]) -> list[int]:
+    """Without the places of pages that were given back."""
+    return [page for page in pages if page != NULL_PAGE] if NULL_PAGE in pages else pages
+
+
 class OutOfPagesError(RuntimeError):
     """Fewer pages are available than were asked for; nothing was allocated."""
 

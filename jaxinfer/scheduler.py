@@ -21,6 +21,7 @@ from jaxinfer.admission import Admission
 from jaxinfer.chunk_turns import ChunkTurns
 from jaxinfer.deadlines import Deadlines, check_in_time
 from jaxinfer.decoding import Decoding, urgency
+from jaxinfer.host_pages import PageMove
 from jaxinfer.load import KEPT_RECORDS, StepRecord
 from jaxinfer.pace import Pace, StepWatch
 from jaxinfer.page_allocator import PageAllocator
@@ -29,7 +30,7 @@ from jaxinfer.prefix_cache import namespace_key
 from jaxinfer.request import Request
 from jaxinfer.scheduler_check import check_scheduler
 from jaxinfer.sequence import NO_SLOT, NOT_WAITING, Sequence
-from jaxinfer.sequence_pages import PageMove, SequencePages
+from jaxinfer.sequence_pages import SequencePages
 from jaxinfer.step_plan import MAX_PIECES, Piece, StepPlan
 from jaxinfer.waiting_queue import WaitingQueue
 
@@ -46,10 +47,10 @@ class Scheduler:
             policy.host_pages,
             limits.windows,
             publishes_outputs=not policy.separate_phases,  # they were computed by another program
+            chunk_tokens=limits.chunk_tokens,
         )
-        self.waiting = WaitingQueue(
-            policy.ageing, dict(policy.tenant_weights), policy.batch_priority
-        )
+        weights = dict(policy.tenant_weights)
+        self.waiting = WaitingQueue(policy.ageing, weights, policy.batch_priority)
         self.running: list[Sequence] = []  # most urgent first, then in order of arrival
         self.leaving: set[Sequence] = set()  # no slot any more: their last token is on its way
         self.by_id: dict[str, Sequence] = {}
@@ -119,7 +120,7 @@ class Scheduler:
             self.leaving.remove(sequence)
         else:
             self.waiting.remove(sequence)
-            self.pages.forget_host(sequence)
+            self.pages.host.forget(sequence)
             return
         self._watch.ended()
         if failed:
@@ -159,6 +160,7 @@ class Scheduler:
         self._rise(now)
         plan = StepPlan(self._step)
         self._make_room(now)
+        self._keep_prompts_going(now)
         if not (self.policy.separate_phases and self._plan_chunk_alone(plan, now)):
             self._plan_decodes(plan, now)
             self._resume(plan, now)
@@ -173,13 +175,13 @@ class Scheduler:
 
     def _rise(self, now: float) -> None:
         """Who waited long enough rises; of the batch class, as many as may run at once."""
-        reserved = self.policy.interactive_reserve > 0
-        slots = self._admission.batch_slots_left() if reserved else None
+        slots = self._admission.batch_slots_left() if self.policy.interactive_reserve else None
         self.waiting.rise(now, self.running, slots)
 
     def _leave(self) -> None:
         """Who needs no further step makes room for the next one. Its pages stay until its last
-        token is read: they are found by it."""
+        token is read: they are found by it. Prompts give back what they passed in the last step."""
+        self.pages.trim_advanced()
         for sequence in self._decoding.complete():
             self._vacate(sequence)
             self.leaving.add(sequence)
@@ -190,7 +192,7 @@ class Scheduler:
         streams = len(plan.decodes) or sum(sequence.decodes for sequence in self.running)
         plan.expected = self.pace.expect(len(plan.decodes), plan.chunk_tokens, streams)
         plan.running = len(self.running)
-        self.pages.step_planned()
+        self.pages.host.step_planned()
         self._chunk_was_last = not plan.decodes
         self._step += 1
 
@@ -208,10 +210,11 @@ class Scheduler:
     def _make_room(self, now: float) -> None:
         """Preempt less urgent sequences for waiting ones that lack a slot or pages, if all of them
         together have the pages that the first of these lacks."""
+        self._admission.saves_for = None
         head = self.waiting.head()
         if head is None or not self.running or self.running[-1].level <= head.level:
             return
-        short, givers = self._who_gives_pages(head)
+        short, givers = self._admission.who_gives_pages(head, bool(self.leaving))
         if short and not givers:
             return
         while self.running and self.running[-1].level > head.level:
@@ -220,23 +223,23 @@ class Scheduler:
             if enough and not self._admission.class_is_full(head):
                 break
             self._preempt(self.running[-1], now, for_pages=False)
-        _, givers = self._who_gives_pages(head)
+        _, givers = self._admission.who_gives_pages(head, bool(self.leaving))
         for victim in givers:
             self._preempt(victim, now)
 
-    def _who_gives_pages(self, head: Sequence) -> tuple[bool, list[Sequence]]:
-        """Whether a waiting sequence lacks pages that are not on their way, and which less urgent
-        ones must give up theirs for it, the last first: none if all of them would not do."""
-        short = self._admission.lacking(head, self._pages_for(head), self._found_for(head))
-        if short <= 0 or self._pages_on_their_way():
-            return False, []
-        victims = [s for s in reversed(self.running) if s.level > head.level]
-        return True, victims[: self.pages.how_many_give(victims, short)]
+    def _keep_prompts_going(self, now: float) -> None:
+        """The most urgent prompt that can take no page takes it from the last running sequences, as
+        a stream does. Others wait: what is before them goes on."""
+        prompt = min(self.pages.growing.prompts, key=urgency, default=None)
+        while prompt is not None and self.running[-1] is not prompt:
+            if self.pages.room(prompt) or self._pages_on_their_way():
+                return
+            self._preempt(self.running[-1], now)
 
     def _plan_decodes(self, plan: StepPlan, now: float) -> None:
         """All that can decode, most urgent first, and the pages they need for it."""
         full = self._decoding.full()
-        room = min(self.pages.available, len(full))
+        room = max(0, min(self.pages.unclaimed, len(full)))
         self._grow(full[:room], plan)
         for sequence in full[room:]:
             self._grow_under_pressure(sequence, plan, now)
@@ -244,9 +247,10 @@ class Scheduler:
 
     def _grow_under_pressure(self, sequence: Sequence, plan: StepPlan, now: float) -> None:
         """Preempt the last running sequences for a page, itself in the end. While pages are on
-        their way it sits out instead."""
+        their way it sits out instead. What is promised to prompts before it is not there for it."""
+        before = any(urgency(prompt) < urgency(sequence) for prompt in self.pages.growing.prompts)
         while sequence.slot != NO_SLOT:
-            if self.pages.available:
+            if (self.pages.unclaimed if before else self.pages.available) > 0:
                 self._grow([sequence], plan)
                 return
             if self._pages_on_their_way():
@@ -296,23 +300,22 @@ class Scheduler:
             plan.decodes.append(head)
 
     def _admit(self, sequence: Sequence, plan: StepPlan, now: float) -> bool:
-        """A slot and the pages of all it must compute, for a waiting sequence, or False."""
+        """A slot and pages, those of windows by chunks, for a waiting sequence, or False."""
         if sequence.num_in_flight or not self._free_slots:
             return False  # preempted a moment ago, its last token is not known yet; or no room
         if self.policy.separate_phases and not sequence.host_pages:
             sequence.start_again()
-        needed, found = self._pages_for(sequence), self._found_for(sequence)
-        if not sequence.rules_are_known or not self._admission.allows(sequence, needed, found):
+        whole, found = self.pages.wanted(sequence)
+        if not sequence.rules_are_known or not self._admission.allows(sequence, whole, found):
             return False
         self.waiting.remove(sequence)
-        self.pages.give(sequence, needed, found)
+        self.pages.give(sequence, whole, found)
         sequence.slot = self._free_slots.pop()
         sequence.prefill_target = len(sequence.tokens)
         sequence.num_computed_tokens = len(found[0]) * self.limits.page_size
         if sequence.host_pages:
-            plan.page_ins += self.pages.restore(sequence)
+            plan.page_ins += self.pages.host.restore(sequence)
             sequence.prefill_target = sequence.num_computed_tokens = len(sequence.tokens) - 1
-            self.pages.trim(sequence, sequence.num_computed_tokens)
         if sequence.first_scheduled is None:
             self._count_hits(sequence)
             sequence.first_scheduled = now
@@ -323,11 +326,6 @@ class Scheduler:
         plan.admitted.append(sequence)
         return True
 
-    def _found_for(self, sequence: Sequence) -> list[list[int]]:
-        if sequence.host_pages:  # what it computed itself comes back, to the last bit
-            return [[] for _ in self.allocators]
-        return self.pages.lookup(sequence)
-
     def _count_hits(self, sequence: Sequence) -> None:
         sequence.cached_tokens = sequence.num_computed_tokens
         if self.policy.prefix_cache:
@@ -335,9 +333,16 @@ class Scheduler:
             self.prefix_hits += sequence.cached_tokens
 
     def _add_piece(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
-        """The next part of a prompt, at most `budget` tokens; returns its length."""
+        """The next part of a prompt, at most `budget` tokens and as there are pages for it; returns
+        its length."""
         start = sequence.num_computed_tokens
         length = min(budget, sequence.prefill_target - start)
+        if sequence in self.pages.growing.prompts:
+            waits = self._admission.saves_from(sequence)
+            length = 0 if waits else min(length, self.pages.room(sequence))
+            if not length:
+                return 0
+            plan.deltas += self.pages.extend(sequence, start + length)
         last = start + length == sequence.prefill_target
         plan.pieces.append(Piece(sequence, start, length, last, sequence.score(start + length)))
         sequence.num_computed_tokens += length
@@ -349,13 +354,10 @@ class Scheduler:
         # Found from now on: whoever finds these pages reads them in this step or in a later one,
         # and a step writes all its keys and values before it reads any.
         self.pages.publish(sequence, sequence.num_computed_tokens)
-        self.pages.trim(sequence, start)
+        self.pages.advanced(sequence)
         return length
 
     # -- slots and pages ---------------------------------------------------------------------------
-
-    def _pages_for(self, sequence: Sequence) -> int:
-        return -(-len(sequence.tokens) // self.limits.page_size)
 
     def _publish_output(self, sequence: Sequence) -> None:
         """What it has computed since its prompt, when it takes a page or gives them all up: who
@@ -365,8 +367,8 @@ class Scheduler:
         self.pages.publish(sequence, min(known, sequence.num_computed_tokens))
 
     def _pages_on_their_way(self) -> bool:
-        """Whether a step in flight brings some back when it is read."""
-        return self.pages.releases_pending or bool(self.leaving)
+        """Whether a step in flight brings some back when read, in all groups that have none."""
+        return bool(self.leaving) or self.pages.come_back()
 
     def _preempt(self, sequence: Sequence, now: float, for_pages: bool = True) -> None:
         """Back to the front of its peers in the queue."""
@@ -376,7 +378,7 @@ class Scheduler:
             done = len(sequence.tokens) + sequence.num_in_flight - sequence.tokens_then
             self.thrash.preempted_again(done)
         if not sequence.prefilling:
-            self._page_outs += self.pages.offload(sequence)
+            self._page_outs += self.pages.host.offload(sequence)
         self._give_up(sequence)
         self.waiting.push(sequence, now, preempted=True)
 

@@ -2,10 +2,11 @@
 
 Pages come from the prefix cache where it has them, else from the allocator. They are released only
 once the last step that may use them was read. A preempted sequence's pages may go to host memory
-meanwhile.
+meanwhile (`host`).
 
-Layers that see a window need the pages of the last tokens only: what lies before the window is
-given back while the sequence runs, and its place in the list is the null page's. What the prefix
+Layers that see a window need the pages of the last tokens only. They take them as the prompt's
+chunks come to them, and give back what lies before the window, whose place in the list is the null
+page's; so their lists are shorter than the others' until the prompt is computed. What the prefix
 cache has of a beginning is of use to them if it has the window's end of it.
 """
 
@@ -13,20 +14,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence as Row
 
-from jaxinfer.page_allocator import NULL_PAGE, PageAllocator
+from jaxinfer.host_pages import HostPages
+from jaxinfer.page_allocator import NULL_PAGE, PageAllocator, present
 from jaxinfer.prefix_cache import PrefixCache, extend_keys
 from jaxinfer.sequence import Sequence
+from jaxinfer.window_pages import Growing, WindowPages, first_seen
 
-NOWHERE = -1  # the place in host memory of a page that was given back before
-PageMove = tuple[int, int, int]  # KV group, page on the device, page in host memory
 TableEntry = tuple[int, int, int, int]  # of a page table: KV group, slot, index, page
 
 
 class SequencePages:
     """All tuples are by KV group. `num_pages` includes the null page, `host_pages` has none;
-    `windows` are the tokens that a group's layers see, None or (): all. Unless `publishes_outputs`
-    nobody finds more of a sequence than its prompt."""
+    `windows` are the tokens that a group's layers see, None or (): all; `chunk_tokens` is the most
+    that a step computes of prompts. Unless `publishes_outputs` nobody finds more of a sequence than
+    its prompt."""
 
     def __init__(
         self,
@@ -35,15 +38,20 @@ class SequencePages:
         host_pages: tuple[int, ...] = (),
         windows: tuple[int | None, ...] = (),
         publishes_outputs: bool = True,
+        chunk_tokens: int = 0,
     ):
         self.page_size = page_size
         self._publishes_outputs = publishes_outputs
         self.windows = windows or (None,) * len(num_pages)
         self.caches = [PrefixCache(n) for n in num_pages]
-        self._trims = any(window is not None for window in self.windows)
-        self.host_pages = host_pages
-        self._free_host = [list(range(n - 1, -1, -1)) for n in host_pages]
-        self._vacated: list[tuple[int, list[int]]] = []  # host pages to be read by the next step
+        self._windowed = {
+            group: WindowPages(window, page_size, chunk_tokens, num_pages[group])
+            for group, window in enumerate(self.windows)
+            if window is not None
+        }
+        self.growing = Growing(self._windowed)
+        self._advanced: list[Sequence] = []
+        self.host = HostPages(host_pages, page_size)
         self._releases: list[tuple[int, list[list[int]]]] = []  # last step, pages by group
         self._unnamed: dict[bytes, list[Sequence]] = {}  # see `note_filled`
         self.retired = -1  # the last step that was read
@@ -58,9 +66,26 @@ class SequencePages:
         return min(cache.allocator.num_available for cache in self.caches)
 
     @property
-    def releases_pending(self) -> bool:
-        """Whether pages come back without anything being preempted."""
-        return bool(self._releases)
+    def unclaimed(self) -> int:
+        """Pages that every group can give beside what is promised to prompts in progress."""
+        if not self.growing.prompts:
+            return self.available
+        return min(
+            cache.allocator.num_available - self.growing.promised(group, self.growing.claims(group))
+            for group, cache in enumerate(self.caches)
+        )
+
+    def come_back(self, short: Row[int] = ()) -> bool:
+        """Whether pages come back of themselves in groups that are short; (): that have none."""
+        groups = [
+            group
+            for group, cache in enumerate(self.caches)
+            if (short[group] > 0 if short else not cache.allocator.num_available)
+        ]
+        return bool(self._releases) and all(
+            any(pages[group] and pages[group][-1] != NULL_PAGE for _, pages in self._releases)
+            for group in groups
+        )
 
     def count(self) -> tuple[int, int, int]:
         """(free, cached, used) pages of all groups."""
@@ -90,8 +115,17 @@ class SequencePages:
             for cache, window in zip(self.caches, self.windows)
         ]
         count = self._longest(known, len(keys))
-        firsts = [self._first_seen(window, count * self.page_size) for window in self.windows]
+        firsts = self._firsts_seen(count * self.page_size)
         return [[NULL_PAGE] * first + pages[first:count] for pages, first in zip(known, firsts)]
+
+    def to_compute(self, sequence: Sequence, follows: bool) -> int:
+        """Prompt tokens that it will compute, as far as is known when it comes; `follows` another
+        sample of its prompt."""
+        if follows:
+            found = (sequence.prompt_len - 1) // self.page_size
+        else:
+            found = len(self.lookup(sequence)[0])
+        return sequence.prompt_len - found * self.page_size
 
     def _leading(self, keys: list[bytes]) -> list[bytes]:
         """The first of these, as many as all groups know whose layers see all tokens."""
@@ -102,8 +136,8 @@ class SequencePages:
 
     def _longest(self, known: list[list[int]], count: int) -> int:
         """The most leading pages, at most `count`, of which every group has what is seen after."""
-        for pages, window in zip(known, self.windows):
-            if NULL_PAGE in pages[self._first_seen(window, count * self.page_size) : count]:
+        for pages, first in zip(known, self._firsts_seen(count * self.page_size)):
+            if NULL_PAGE in pages[first:count]:
                 break
         else:
             return count
@@ -113,34 +147,73 @@ class SequencePages:
             for group, pages in enumerate(known):
                 if pages[end - 1] == NULL_PAGE:
                     missing[group] = end - 1
-            firsts = (self._first_seen(window, end * self.page_size) for window in self.windows)
+            firsts = self._firsts_seen(end * self.page_size)
             if all(last < first for last, first in zip(missing, firsts)):
                 longest = end
         return longest
 
-    def _first_seen(self, window: int | None, position: int) -> int:
-        """Index of the first page that a query at `position` sees."""
-        return 0 if window is None else max(0, position - window + 1) // self.page_size
+    def _firsts_seen(self, position: int) -> list[int]:
+        """By group, the index of the first page that a query at `position` sees."""
+        return [first_seen(window, position, self.page_size) for window in self.windows]
 
-    def lacking(self, needed: int, found: list[list[int]], reserved: float) -> int:
-        """Pages short in the tightest group for `needed` a group, `found` among them.
+    def wanted(self, sequence: Sequence) -> tuple[int, list[list[int]]]:
+        """Pages a group that a waiting sequence fills, and what it begins with instead of fresh
+        ones: what `lookup` finds, but if it has its own in host memory, nothing that it sees."""
+        whole = -(-len(sequence.tokens) // self.page_size)
+        if sequence.host_pages:  # they come back to the last bit
+            return whole, [[NULL_PAGE] * n for n in self._firsts_seen(len(sequence.tokens) - 1)]
+        return whole, self.lookup(sequence)
 
-        `reserved` is the fraction of each group that is to stay available. At most 0: it fits.
+    def lacking(self, whole: int, found: list[list[int]], reserved: float) -> list[int]:
+        """By group, the pages short for a sequence that fills `whole`, `found` among them.
+
+        `reserved` is the fraction of each group that is to stay available. None above 0: it fits.
         """
         short = []
-        for allocator, pages in zip(self.allocators, found):
+        for group, (cache, pages) in enumerate(zip(self.caches, found)):
+            allocator = cache.allocator
             idle = allocator.num_idle(present(pages))
-            left = allocator.num_available - idle - (needed - len(pages))
+            needed = whole - len(pages)
+            if group in self._windowed:
+                needed = self.growing.promised(group, self.growing.claims(group, needed, idle))
+            left = allocator.num_available - idle - needed
             short.append(math.ceil(reserved * (allocator.num_pages - 1)) - left)
-        return max(short)
+        return short
 
-    def give(self, sequence: Sequence, needed: int, found: list[list[int]]) -> None:
-        """Let a sequence hold `needed` pages a group, of which `found` are cached ones."""
+    def give(self, sequence: Sequence, whole: int, found: list[list[int]]) -> None:
+        """Let a sequence hold the cached pages `found` and fresh ones, `whole` a group in all.
+
+        Where layers see a window, a prompt has the fresh ones by and by, see `extend`.
+        """
+        returns = bool(sequence.host_pages)
         sequence.pages = []
-        for cache, pages in zip(self.caches, found):
+        for group, (cache, pages) in enumerate(zip(self.caches, found)):
             cache.allocator.hold(present(pages))
-            sequence.pages.append(pages + cache.allocator.allocate(needed - len(pages)))
-        sequence.num_published = len(found[0])
+            fresh = whole - len(pages) if returns or group not in self._windowed else 0
+            sequence.pages.append(pages + cache.allocator.allocate(fresh))
+        sequence.num_published = 0 if returns else len(found[0])
+        if self._windowed and not returns:
+            self.growing.prompts[sequence] = whole
+
+    def room(self, sequence: Sequence) -> int:
+        """Tokens of its prompt that a sequence has pages for, or can take them."""
+        ends = [
+            len(sequence.pages[group]) + self.caches[group].allocator.num_available
+            for group in self._windowed
+        ]
+        return min(ends) * self.page_size - sequence.num_computed_tokens
+
+    def extend(self, sequence: Sequence, end: int) -> list[TableEntry]:
+        """Pages for a prompt up to `end` where layers see a window; where they were entered."""
+        entries, count = [], -(-end // self.page_size)
+        for group in self._windowed:
+            pages = sequence.pages[group]
+            for page in self.caches[group].allocator.allocate(count - len(pages)):
+                entries.append((group, sequence.slot, len(pages), page))
+                pages.append(page)
+        if count == self.growing.prompts.get(sequence):
+            del self.growing.prompts[sequence]
+        return entries
 
     def grow(self, sequences: list[Sequence]) -> list[TableEntry]:
         """One page more in each group for each of these, and less what they do not see any more;
@@ -151,7 +224,7 @@ class SequencePages:
                 pages = sequence.pages[group]
                 entries.append((group, sequence.slot, len(pages), page))
                 pages.append(page)
-        if self._trims:
+        if self._windowed:
             for sequence in sequences:
                 self.trim(sequence, sequence.num_computed_tokens)
         return entries
@@ -164,7 +237,7 @@ class SequencePages:
         Not so where a page may be given back before: it would not be kept without a name.
         """
         for sequence in sequences:
-            if self._trims:
+            if self._windowed:
                 self.publish(sequence, min(len(sequence.tokens), sequence.num_computed_tokens))
             elif sequence.root is not None and not sequence.has_unnamed:
                 sequence.has_unnamed = True
@@ -210,14 +283,24 @@ class SequencePages:
         for cache, pages in zip(self.caches, sequence.pages):
             cache.withdraw(present(pages))
 
+    def advanced(self, sequence: Sequence) -> None:
+        """A part of its prompt is in the step being planned, which still needs all its pages."""
+        if self._windowed:
+            self._advanced.append(sequence)
+
+    def trim_advanced(self) -> None:
+        """That step went out: the next ones do not need what is before their windows."""
+        for sequence in self._advanced:
+            self.trim(sequence, sequence.num_computed_tokens)
+        self._advanced.clear()
+
     def trim(self, sequence: Sequence, position: int) -> None:
         """Give back the pages that no query at `position` or later sees. Steps on their way may
         still read them."""
-        if not self._trims:
+        if not self._windowed:
             return
         passed: list[list[int]] = []
-        for pages, window in zip(sequence.pages, self.windows):
-            end = self._first_seen(window, position)
+        for pages, end in zip(sequence.pages, self._firsts_seen(position)):
             first = end
             while first and pages[first - 1] != NULL_PAGE:
                 first -= 1
@@ -230,6 +313,7 @@ class SequencePages:
 
     def release(self, sequence: Sequence) -> None:
         """Take a sequence's pages back, now or once the last step that may write them was read."""
+        self.growing.prompts.pop(sequence, None)
         self._release_after(sequence.last_step, sequence.pages)
         sequence.pages = []
 
@@ -251,70 +335,32 @@ class SequencePages:
         for cache, group in zip(self.caches, pages):
             cache.allocator.release(present(group))
 
-    def how_many_give(self, sequences: list[Sequence], wanted: int) -> int:
-        """How many of these, from the first, must go for `wanted` pages to be available in every
-        group; 0: all of them would not do. A page that they share comes with the last of them."""
-        most = (sum(len(s.pages[g]) for s in sequences) for g in range(len(self.caches)))
-        if min(most) < wanted:
-            return 0
+    def how_many_give(
+        self, sequences: list[Sequence], whole: int, found: list[list[int]], short: list[int]
+    ) -> int:
+        """How many of these, from the first, must go for a sequence that is `short` of pages, see
+        `lacking`; 0: all of them would not do. A page that they share comes with the last."""
+        for group in range(len(self.caches)):
+            most = sum(len(sequence.pages[group]) for sequence in sequences)
+            if group not in self._windowed and most < short[group]:
+                return 0
         holders = [Counter[int]() for _ in self.caches]
         given = [0] * len(self.caches)
+        claims = [self.growing.claims(g, whole - len(pages)) for g, pages in enumerate(found)]
+        before = [self.growing.promised(group, claim) for group, claim in enumerate(claims)]
         for number, sequence in enumerate(sequences, 1):
+            enough = True
             for group, allocator in enumerate(self.allocators):
                 counts = holders[group]
                 for page in present(sequence.pages[group]):
                     counts[page] += 1
                     given[group] += counts[page] == allocator.holders(page)
-            if min(given) >= wanted:
+                claims[group] = self.growing.without(group, claims[group], sequence)
+                promised = before[group] - self.growing.promised(group, claims[group])
+                enough = enough and given[group] + promised >= short[group]
+            if enough:
                 return number
         return 0
-
-    # -- host memory -------------------------------------------------------------------------------
-
-    def to_compute(self, sequence: Sequence, follows: bool) -> int:
-        """Prompt tokens that it will compute, as far as is known when it comes; `follows` another
-        sample of its prompt."""
-        if follows:
-            found = (sequence.prompt_len - 1) // self.page_size
-        else:
-            found = len(self.lookup(sequence)[0])
-        return sequence.prompt_len - found * self.page_size
-
-    def offload(self, sequence: Sequence) -> list[PageMove]:
-        """Moves that keep the computed pages of a sequence in host memory; none if it is full."""
-        count = math.ceil(sequence.num_computed_tokens / self.page_size)
-        if not self._free_host or any(len(free) < count for free in self._free_host):
-            return []
-        moves = []
-        for group, (pages, free) in enumerate(zip(sequence.pages, self._free_host)):
-            hosts = [NOWHERE if page == NULL_PAGE else free.pop() for page in pages[:count]]
-            sequence.host_pages.append(hosts)
-            moves += [(group, page, host) for page, host in _stored(pages, hosts)]
-        return moves
-
-    def restore(self, sequence: Sequence) -> list[PageMove]:
-        """Moves that bring them back into the sequence's new pages."""
-        moves = [
-            (group, page, host)
-            for group, (pages, hosts) in enumerate(zip(sequence.pages, sequence.host_pages))
-            for page, host in _stored(pages, hosts)
-        ]
-        # They are read by the step being planned, and may be written again from the next one on.
-        self._vacated += enumerate(sequence.host_pages)
-        sequence.host_pages = []
-        return moves
-
-    def step_planned(self) -> None:
-        """The step that reads restored pages goes out before any later one writes them."""
-        for group, hosts in self._vacated:
-            self._free_host[group] += [host for host in hosts if host != NOWHERE]
-        self._vacated = []
-
-    def forget_host(self, sequence: Sequence) -> None:
-        """A sequence ended while its pages were in host memory."""
-        for free, hosts in zip(self._free_host, sequence.host_pages):
-            free += [host for host in hosts if host != NOWHERE]
-        sequence.host_pages = []
 
     def check_invariants(self, running: list[Sequence], waiting: list[Sequence]) -> None:
         """AssertionError unless pages, holders and cache account for each other exactly."""
@@ -330,27 +376,17 @@ class SequencePages:
             held = [cache.allocator.holders(page) for page in range(len(holders))]
             assert holders == held, "pages leaked or shared by mistake"
             for sequence in running:  # a page that is being written is nobody else's
+                grows = group in self._windowed and sequence in self.growing.prompts
+                filled = -(-sequence.num_computed_tokens // self.page_size)
+                whole = self.growing.prompts.get(sequence, len(sequence.pages[0]))
+                assert len(sequence.pages[group]) == (filled if grows else whole), "length"
                 own = sequence.pages[group][sequence.num_computed_tokens // self.page_size :]
                 assert NULL_PAGE not in own, "a page that will be written is missing"
                 assert all(holders[page] == 1 for page in own), "a shared page may be written"
-        for group, free in enumerate(self._free_host):
-            used = [h for s in waiting if s.host_pages for h in s.host_pages[group]]
-            used += [h for g, hosts in self._vacated if g == group for h in hosts]
-            used = [host for host in used if host != NOWHERE]
-            assert sorted(free + used) == list(range(self.host_pages[group])), "host pages"
+        self.host.check_invariants(waiting)
 
 
 def _last_name(sequence: Sequence) -> bytes:
     """Of its last published page, or where its chain begins."""
     assert sequence.root is not None
     return sequence.keys[sequence.num_published - 1] if sequence.num_published else sequence.root
-
-
-def present(pages: list[int]) -> list[int]:
-    """Without the places of pages that were given back."""
-    return [page for page in pages if page != NULL_PAGE] if NULL_PAGE in pages else pages
-
-
-def _stored(pages: list[int], hosts: list[int]) -> list[tuple[int, int]]:
-    """Pages and where in host memory they are, without those that were given back."""
-    return [(page, host) for page, host in zip(pages, hosts) if host != NOWHERE]

@@ -328,7 +328,7 @@ def _limits(
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
-        kv_tokens=min(group.capacity for group in groups),
+        kv_tokens=min((g.capacity for g in groups if g.window is None), default=max_model_len),
         max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens,
         batch_priority=config.batch_priority,

@@ -21,6 +21,11 @@ SCORED_ROWS = 64  # positions of prompts whose logits are made at a time
 TILE_ROWS = 64  # query tokens of one prefill tile; asserted equal to the kernel's
 
 
+def chunk_pages(chunk_tokens: int, page_size: int) -> int:
+    """Pages that the pieces of a chunk take at most: each may begin and end within one."""
+    return chunk_tokens // page_size + MAX_PIECES if chunk_tokens else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A part of one sequence's prompt in a chunk. `last`: the prompt ends here, so sample.
@@ -117,8 +122,9 @@ class StepShape:
 
     @property
     def deltas(self) -> int:
-        """Page-table entries a step can add by group: one a row. Admission enters all others."""
-        return self.rows
+        """Page-table entries a step can add by group: one a row, and those of the chunk, which
+        layers that see a window take as they need them. Admission enters all others."""
+        return self.rows + chunk_pages(self.chunk, self.page_size)
 
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every int32 input, in packing order."""

@@ -128,6 +128,8 @@ class FakeRunner:
             for row in range(first, first + count):
                 assert (slots[row], positions[row]) == (slot, position + row - first), "tiles"
                 covered.append(row)
+            if count:
+                self._check_seen(slot, position, position + count)
         assert covered == [row for row, slot in enumerate(slots) if slot != self.null], "tiles"
         sampled = []
         for slot, row, end, ends in inputs["pieces"].tolist():
@@ -148,6 +150,18 @@ class FakeRunner:
                 assert (page, offset) not in places, "two tokens are written to one place"
                 places.add((page, offset))
                 pool[page][offset] = (position, token, decoded)
+
+    def _check_seen(self, slot: int, start: int, end: int) -> None:
+        """What the queries of a prompt from `start` to `end` see is in the pages."""
+        prompt = self.request[slot].prompt
+        windows = self.limits.windows or (None,) * len(self.pools)
+        for table, pool, window in zip(self.tables, self.pools, windows):
+            first = 0 if window is None else max(0, start + 1 - window)
+            for index in range(first, end):
+                page, offset = divmod(index, self.limits.page_size)
+                position, token, _ = pool[table[slot][page]][offset]
+                assert position == index, "what a prompt sees is not there"
+                assert index >= len(prompt) or token == prompt[index], "nor what it was"
 
     def _context(self, slot: int) -> list[int]:
         """The tokens before the slot's position, as attention finds them."""

@@ -7,6 +7,7 @@ import json
 
 import pytest
 from fakes import POISON, FakeRunner, scheduler_limits
+from test_families import family_folder
 from tiny_checkpoint import hf_folder
 from typer.testing import CliRunner
 
@@ -182,6 +183,20 @@ def test_a_request_over_a_power_of_two_reserves_the_next():
     assert found["own length"]["most_at_once"] == 64 // 17
 
 
+def test_windows_leave_room_for_more_requests_in_the_same_memory():
+    """A layer that sees all and one of a window: 640 pages of both, or 960 and 320 of each."""
+    items = [WorkItem(prompt(200, n), 24) for n in range(40)]
+    memory = Memory(2560, 4, 256, 50, chunk_tokens=256, groups=((961, None), (321, 8)))
+    found = {entry["way"]: entry for entry in compare_reservations(memory, items)}
+    assert [*found][:2] == ["paged", "no windows"]
+    assert found["paged"]["steps"] < found["no windows"]["steps"]
+    assert found["no windows"]["paged_to_this"] > 1.3
+    whole = 640 // 56  # with all 224 tokens
+    assert whole <= found["no windows"]["most_at_once"] < found["paged"]["most_at_once"]
+    without = Memory(2560, 4, 256, 50, chunk_tokens=256)
+    assert compare_reservations(without, items)[0]["steps"] == found["no windows"]["steps"]
+
+
 # -- scheduler ---------------------------------------------------------------------------------
 
 
@@ -272,6 +287,15 @@ def test_pages_of_a_tiny_model(model):
     assert [way["way"] for way in result["ways"]] == [
         "paged", "max_model_len", "power of two", "own length",
     ]  # fmt: skip
+
+
+def test_pages_of_a_tiny_model_with_windows(tmp_path):
+    sizes = ("--kv-cache-memory", "200000", "--num-prompts", "20", "--page-size", "4")
+    lengths = ("--dataset", "synthetic", "--input-len", "40", "--output-len", "8")
+    folder = str(family_folder(tmp_path, "gemma3_text"))
+    result = bench("pages", folder, *sizes, *lengths, "--max-num-batched-tokens", "16")
+    assert [window for _, window in result["groups"]] == [None, 8]
+    assert [way["way"] for way in result["ways"]][:2] == ["paged", "no windows"]
 
 
 def test_the_cost_of_scheduling():

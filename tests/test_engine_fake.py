@@ -13,10 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from jaxinfer.policy import SchedulerPolicy
 from jaxinfer.request import Abort, FinishReason, Request, SamplingParams, Scheduling, Submit
+from jaxinfer.window_pages import most_kept
 
 MAX_MODEL_LEN = 24
 PAGE_SIZE = 4
 FEWEST_PAGES = MAX_MODEL_LEN // PAGE_SIZE + 1
+LONG = 5  # times the tokens that the smallest pools of windows hold
 BOTH_LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlapped"])
 
 
@@ -28,6 +30,8 @@ class EngineMachine(RuleBasedStateMachine):
         num_slots=st.integers(1, 5),
         chunk=st.integers(1, 20),
         spare=st.integers(0, 6),
+        beside_windows=st.sampled_from([0, 0, 1, 4, 12]),
+        longest=st.sampled_from([MAX_MODEL_LEN, LONG * 12]),
         windows=st.sampled_from([(None,), (None, None), (None, 5), (6,), (9, 4), (None, 3, 10)]),
         policy=st.builds(
             SchedulerPolicy,
@@ -41,12 +45,18 @@ class EngineMachine(RuleBasedStateMachine):
         ),
         host_pages=st.sampled_from([0, 3, 12]),
     )
-    def start(self, overlap, num_slots, chunk, spare, windows, policy, host_pages):
-        groups = len(windows)
-        pages = tuple(FEWEST_PAGES + spare + group for group in range(groups))
+    def start(
+        self, overlap, num_slots, chunk, spare, beside_windows, longest, windows, policy, host_pages
+    ):
+        """Pools of windows hold what one sequence needs to go on at all, or little more."""
+        whole = longest // PAGE_SIZE + 1 + spare
+        pages = tuple(
+            whole if window is None else 1 + most_kept(window, PAGE_SIZE) + beside_windows
+            for window in windows
+        )
         limits = scheduler_limits(num_slots, chunk, PAGE_SIZE, pages, windows)
-        policy = dataclasses.replace(policy, host_pages=(host_pages,) * groups)
-        self.harness = Harness(limits, MAX_MODEL_LEN, overlap, policy)
+        policy = dataclasses.replace(policy, host_pages=(host_pages,) * len(windows))
+        self.harness = Harness(limits, longest, overlap, policy)
 
     @rule(
         prompt=st.lists(st.integers(0, POISON - 1), min_size=1, max_size=MAX_MODEL_LEN - 1),
@@ -56,15 +66,22 @@ class EngineMachine(RuleBasedStateMachine):
         timeout=st.none() | st.integers(0, 12),
         priority=st.integers(-1, 2),
         tenant=st.sampled_from(["", "a"]),
+        times=st.sampled_from([1, 1, LONG]),
+        samples=st.sampled_from([1, 1, 1, 3]),
     )
-    def submit(self, prompt, like, output, stops, timeout, priority, tenant):
-        """`like` continues an earlier request's prompt and answer, as a conversation does."""
+    def submit(self, prompt, like, output, stops, timeout, priority, tenant, times, samples):
+        """`like` continues an earlier request's prompt and answer, as a conversation does; `times`
+        makes it a long one."""
+        longest = self.harness.max_model_len
         earlier = self.harness.requests.get(f"r{like}")
         if earlier is not None:
             prompt = [*earlier.prompt, *self.harness.outputs[earlier.id], *prompt]
-            prompt = prompt[: MAX_MODEL_LEN - 1]
-        output = min(output, MAX_MODEL_LEN - len(prompt))
-        self.harness.submit(prompt, output, tuple(stops), timeout, Scheduling(priority, tenant))
+        prompt = (times * prompt)[: longest - 1]
+        output = min(output, longest - len(prompt))
+        group = f"g{len(self.harness.requests)}" if samples > 1 else ""
+        how = tuple(stops), timeout, Scheduling(priority, tenant), group
+        for _ in range(samples):
+            self.harness.submit(prompt, output, *how)
 
     @rule(at=st.integers(0, 3))
     def submit_poison(self, at):

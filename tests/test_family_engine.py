@@ -13,7 +13,7 @@ from tiny_checkpoint import dense_logits
 from jaxinfer import programs, startup
 from jaxinfer.checkpoints import load_model
 from jaxinfer.config import EngineConfig
-from jaxinfer.kv_pool import kv_groups
+from jaxinfer.kv_pool import kv_groups, least_pages
 from jaxinfer.request import Request, SamplingParams, Submit
 
 
@@ -93,6 +93,42 @@ def test_the_paged_step_equals_the_dense_loop(family, tmp_path, monkeypatch):
         np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(logits).max())
     windows = {kind.window for kind in model.config.kinds}
     assert len(engine.scheduler.allocators) == max(1, len(windows))
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_prompts_far_longer_than_a_windows_pool_say_what_they_say_in_a_roomy_one(
+    tmp_path, monkeypatch
+):
+    """Divided alike, as for layers that keep everything, the pool would not hold one of them."""
+    monkeypatch.setattr(programs, "VARIANTS", ("greedy", "full"))
+    monkeypatch.setattr(programs, "row_rungs", lambda rows: (rows,))
+    model = load_model(family_folder(tmp_path, "gemma3_text"), dtype="float32")
+    longest = 512
+    model = dataclasses.replace(
+        model, config=dataclasses.replace(model.config, max_position=longest)
+    )
+    groups = kv_groups(model.config, 1, 4, "float32")
+    least = least_pages(groups, longest, 16)
+    bytes_of_one = sum(pages * group.page_bytes for pages, group in zip(least, groups))
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, page_size=4)
+    prompts = np.random.default_rng(1).integers(0, 96, (3, 300)).tolist()
+    outputs = []
+    for pool in (8 * bytes_of_one, bytes_of_one):
+        tight = dataclasses.replace(config, kv_pool_bytes=pool)
+        engine = startup.build_engine(model, tight)
+        engine.compiles.close()
+        first = continuations(engine, prompts, 12)
+        assert continuations(engine, prompts[-1:], 12)[0][0] == first[-1][0]
+        assert engine.counters.prefix_hits > 0
+        outputs.append(first)
+    assert engine.scheduler.limits.num_pages == least
+    whole, window = least
+    assert pool // sum(group.page_bytes for group in groups) < longest // 4 + 1 == whole
+    assert 4 * (window - 1) < 100 < engine.limits.kv_tokens
+    for (tokens, logprobs), (again, others) in zip(*outputs):
+        assert tokens == again
+        found = [line.logprob for line in others]
+        np.testing.assert_allclose(found, [line.logprob for line in logprobs], atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe"])

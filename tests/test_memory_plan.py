@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer import memory_plan
-from jaxinfer.config import EngineConfig, ModelConfig
-from jaxinfer.kv_pool import host_pages_for, kv_groups, pages_for, pages_that_fit
+from jaxinfer.config import EngineConfig, LayerKind, ModelConfig
+from jaxinfer.kv_pool import host_pages_for, kv_groups, least_pages, pages_for, pages_that_fit
 from jaxinfer.memory_plan import CPU_POOL_BYTES, MemoryPlanError, plan_memory, workspace_bytes
 from jaxinfer.page_transfer import BATCH, MOST_BATCHES
 from jaxinfer.platform import allocator_fraction
 from jaxinfer.sizes import seconds_text, size_text
+from jaxinfer.step_plan import chunk_pages
 
 GIB = 1 << 30
 MODEL = ModelConfig("llama", 32_000, 2048, 5632, 16, 16, 4, 128, max_position=4096)
@@ -120,10 +121,73 @@ def test_small_and_negative_sizes_are_said_in_their_own_units():
 )
 def test_page_counts_are_round_and_fit(pool, page_size, jitter):
     (group,) = kv_groups(MODEL, 1, page_size, "float32")
-    pages = pages_that_fit(MODEL, page_size, "float32", pool, 4, 4096)[0]
+    (pages,) = pages_that_fit((group,), pool, 1 << 20, 4096, 512)
     assert pages * group.page_bytes <= pool
     assert pages <= 64 or pages % 16 == 0
     assert pool - pages * group.page_bytes < 17 * group.page_bytes
+
+
+WINDOWS = dataclasses.replace(
+    MODEL, num_layers=12, kinds=(LayerKind(), *(LayerKind(1024),) * 5) * 2
+)
+
+
+def at_once(groups, pages, length: int) -> float:
+    """Sequences of one length that so many pages hold."""
+    return min(count / group.pages_of(length) for count, group in zip(pages, groups))
+
+
+@given(
+    pool=st.integers(400 << 20, 64 << 30),
+    lengths=st.integers(1, 14).map(lambda n: (1 << n, 1 << 14)),
+    windows=st.sampled_from([(1024,), (128,), (4096, 512)]),
+    slots=st.sampled_from([4, 256]),
+)
+def test_of_any_length_at_least_half_as_many_fit_as_in_a_pool_divided_for_it(
+    pool, lengths, windows, slots
+):
+    length, longest = lengths
+    kinds = (LayerKind(), *(LayerKind(window) for window in windows)) * 6
+    groups = kv_groups(dataclasses.replace(MODEL, kinds=kinds, num_layers=6), 1, 64, "bfloat16")
+    pages = pages_that_fit(groups, pool, slots, longest, 512)
+    least = least_pages(groups, longest, 512)
+    of_one = sum(count * group.page_bytes for count, group in zip(least, groups))
+    assert sum(count * group.page_bytes for count, group in zip(pages, groups)) <= pool
+    assert all(have >= need for have, need in zip(pages, least)) == (pool >= of_one)
+    if pool >= of_one:
+        best = (pool - of_one) / sum(group.pages_of(length) * group.page_bytes for group in groups)
+        rounded = min((count - 18) / count for count in pages)
+        assert at_once(groups, pages, length) >= min(slots, rounded * best / 2)
+
+
+def test_what_a_group_cannot_use_is_left_to_the_others():
+    groups = kv_groups(WINDOWS, 1, 64, "bfloat16")
+    whole, window = pages_that_fit(groups, 8 << 30, 4, 1 << 20, 512)
+    assert window == 2 * 4 * 18 + 2 * chunk_pages(512, 64) + 1
+    left = (8 << 30) - window * groups[1].page_bytes
+    assert left // groups[0].page_bytes - whole in range(16)
+    assert pages_that_fit(groups, 1 << 40, 4, 2048, 512) == (4 * 32 + 1, 4 * 32 + 1)
+
+
+def test_windows_are_counted_in_what_is_promised():
+    """A pool in which one full sequence fits because most layers keep its window alone."""
+    config = dataclasses.replace(CONFIG, kv_pool_bytes=1 << 30)
+    memory, groups = plan_memory(WINDOWS, config, 1 << 16, 0, 0, gpu())
+    whole, window = groups
+    assert whole.capacity >= 1 << 16 > 8 * window.capacity
+    lines = memory.lines(groups, 1 << 16)
+    assert any("sequences at a window of 1024 tokens" in line for line in lines)
+    ones = memory.sequences_in(whole, 1 << 16), memory.sequences_in(window, 1 << 16)
+    assert lines[-1] == f"KV pool: {min(ones):.1f} sequences at the full 65536 tokens"
+    assert window.num_pages - 1 == pytest.approx(ones[1] * 18 + chunk_pages(512, 64))
+    least = sum(n * g.page_bytes for n, g in zip(least_pages(groups, 1 << 16, 512), groups))
+    just = dataclasses.replace(CONFIG, kv_pool_bytes=least)
+    _, groups = plan_memory(WINDOWS, just, 1 << 16, 0, 0, gpu())
+    assert [g.num_pages for g in groups] == [*least_pages(groups, 1 << 16, 512)]
+    with pytest.raises(MemoryPlanError, match="max_model_len 65536 needs"):
+        plan_memory(
+            WINDOWS, dataclasses.replace(just, kv_pool_bytes=least - 1), 1 << 16, 0, 0, gpu()
+        )
 
 
 def test_a_little_more_or_less_free_memory_gives_the_same_pool():

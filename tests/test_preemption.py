@@ -45,7 +45,7 @@ def test_pages_that_only_the_less_urgent_share_are_theirs_to_give(overlap):
         run.submit([1] * 40, 20, scheduling=LOW, group="g")
     for _ in range(6):
         run.step()
-    assert run.scheduler.pages.how_many_give(run.scheduler.running[:1], 8) == 0
+    assert run.scheduler.pages.how_many_give(run.scheduler.running[:1], 8, [[]], [8]) == 0
     urgent = run.submit([9] * 48, 4, scheduling=HIGH)
     assert steps_to_first_token(run, urgent) <= 7
     assert not run.ends, "nobody had to end for it"

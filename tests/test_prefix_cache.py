@@ -186,6 +186,7 @@ def running(pages: SequencePages, prompt: list[int], outputs: list[int]) -> Sequ
     """A sequence that has computed its prompt and taken a page whenever its outputs filled one."""
     sequence = Sequence(Request("r", tuple(prompt), GREEDY, 99, 0), tokens=[*prompt], root=ROOT)
     pages.give(sequence, -(-len(prompt) // pages.page_size), pages.lookup(sequence))
+    pages.extend(sequence, len(prompt))
     pages.publish(sequence, len(prompt))
     for token in outputs:
         sequence.num_computed_tokens = len(sequence.tokens)

@@ -38,8 +38,10 @@ def test_every_plan_fits_the_smallest_program_for_it(data):
     num_slots = data.draw(st.integers(1, 12))
     chunk = data.draw(st.sampled_from([1, 7, 64, 130]))
     page_size = data.draw(st.sampled_from([1, 2, 16]))
-    scheduler = Scheduler(scheduler_limits(num_slots, chunk, page_size, (3000,)))
-    shapes = step_shapes(num_slots, chunk, page_size, 1)
+    windows = data.draw(st.sampled_from([(None,), (20,), (None, 3)]))
+    pages = tuple(3000 if window is None else 80 for window in windows)
+    scheduler = Scheduler(scheduler_limits(num_slots, chunk, page_size, pages, windows))
+    shapes = step_shapes(num_slots, chunk, page_size, len(windows))
     lengths = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=20))
     for i, length in enumerate(lengths):
         scheduler.add(Request(f"{i}", (5,) * length, GREEDY, 40, 0))
@@ -49,8 +51,13 @@ def test_every_plan_fits_the_smallest_program_for_it(data):
             break
         shape = smallest_shape(shapes, len(plan.decodes), plan.chunk_tokens)
         view = unpack(pack(plan, shape, num_slots), shape)
-        entries = [(0, *entry) for entry in view["deltas"][0].tolist() if entry[0] != num_slots]
-        assert entries == plan.deltas
+        entries = [
+            (group, *entry)
+            for group, deltas in enumerate(view["deltas"].tolist())
+            for entry in deltas
+            if entry[0] != num_slots
+        ]
+        assert entries == sorted(plan.deltas, key=lambda entry: entry[0])
         rows = view["rows"].tolist()
         assert rows[: len(plan.decodes)] == [s.slot for s in plan.decodes]
         assert set(rows[len(plan.decodes) :]) <= {num_slots}

@@ -201,6 +201,9 @@ def pages(
     ] = None,
     page_size: PageSize = 64,
     num_prompts: NumPrompts = 2000,
+    dataset: DatasetName = "sharegpt",
+    input_len: SyntheticInputLen = None,
+    output_len: SyntheticOutputLen = None,
     max_num_seqs: Annotated[
         int, typer.Option(min=1, help="Slots; enough that they are not the limit.")
     ] = 1024,
@@ -213,12 +216,15 @@ def pages(
     """How many requests run at once in the same memory: paged, and reserved whole."""
     from jaxinfer.bench import pages as bench_pages
 
+    sizes = lengths(dataset, input_len, output_len)
     try:
         memory = _memory(
             model, kv_cache_memory, kv_cache_dtype, page_size, max_model_len, max_num_seqs,
             max_num_batched_tokens,
         )  # fmt: skip
-        items = make_workload("sharegpt", num_prompts, 0, 0, 1 << 15, memory.max_model_len, seed)
+        items = make_workload(
+            dataset_name(dataset), num_prompts, *sizes, 1 << 15, memory.max_model_len, seed
+        )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     with report.progress_bar() as progress:
@@ -237,7 +243,7 @@ def pages(
     result = {
         **report.host(), "model": model, "kv_tokens": memory.tokens, "page_size": page_size,
         "max_model_len": memory.max_model_len, "num_prompts": num_prompts, "seed": seed,
-        "ways": ways,
+        "dataset": dataset, "groups": memory.groups, "ways": ways,
     }  # fmt: skip
     report.write_json(result, json_to)
 
@@ -255,6 +261,7 @@ def _memory(
     from jaxinfer.bench.pages import Memory
     from jaxinfer.checkpoints.inspection import inspect_checkpoint
     from jaxinfer.demo import DEMO, demo_checkpoint
+    from jaxinfer.kv_pool import kv_groups, pages_that_fit
 
     info = inspect_checkpoint(demo_checkpoint() if model == DEMO else model)
     longest = max_model_len or info.config.max_position
@@ -265,7 +272,11 @@ def _memory(
             f"--kv-cache-memory {pool_bytes} holds {tokens} tokens, --max-model-len is {longest}; "
             "give more memory or a shorter length"
         )
-    return Memory(tokens, page_size, longest, num_slots, chunk_tokens)
+    kv = kv_groups(info.config, 1, page_size, dtype or info.dtype)
+    pages = pages_that_fit(kv, pool_bytes, num_slots, longest, chunk_tokens)
+    windows = [group.window for group in kv]
+    groups = tuple(zip(pages, windows)) if any(windows) else ()
+    return Memory(tokens, page_size, longest, num_slots, chunk_tokens, groups)
 
 
 def scheduler(

@@ -39,7 +39,8 @@ def engine_without_device(
     limits: SchedulerLimits, policy: SchedulerPolicy, max_model_len: int, vocab_size: int = 1 << 15
 ) -> Engine:
     """An engine that schedules and computes nothing."""
-    pages = min(limits.num_pages) - 1
+    windows = limits.windows or (None,) * len(limits.num_pages)
+    whole = [count - 1 for count, window in zip(limits.num_pages, windows) if window is None]
     return Engine(
         Scheduler(limits, policy),
         NoDevice(),
@@ -47,7 +48,7 @@ def engine_without_device(
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             max_num_seqs=limits.num_slots,
-            kv_tokens=pages * limits.page_size,
+            kv_tokens=min(whole) * limits.page_size if whole else max_model_len,
             max_queued_requests=NO_LIMIT,
             max_queued_tokens=NO_LIMIT,
         ),

@@ -6,6 +6,9 @@ Reserved whole, a request starts when all it may ever need is free:
     max_model_len  as much as any request may have
     power of two   its own length, rounded up to a power of two
     own length     its prompt and all its output, which nobody knows beforehand: the best there is
+
+Of a model whose layers see windows, these keep no more than that, as a server divides the pool; the
+same pool paged with every layer keeping everything is `no windows`.
 """
 
 from __future__ import annotations
@@ -21,16 +24,21 @@ from jaxinfer.bench.workload import WorkItem
 from jaxinfer.policy import SchedulerLimits, SchedulerPolicy
 from jaxinfer.request import SequenceEvent
 
+Groups = tuple[tuple[int, int | None], ...]  # pages and window of each KV group
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A KV pool: its tokens, how it is paged, and the longest sequence. `num_slots` is for all."""
+    """A KV pool: its tokens, if all layers keep all, how it is paged, and the longest sequence.
+    `num_slots` is for all. `groups` are (pages, window) where layers see windows, as the same bytes
+    are divided then; the null page is among the pages."""
 
     tokens: int
     page_size: int
     max_model_len: int
     num_slots: int
     chunk_tokens: int
+    groups: Groups = ()
 
 
 def compare_reservations(
@@ -43,12 +51,17 @@ def compare_reservations(
         "own length": _length,
     }
     paged = memory.tokens // memory.page_size
-    ways: list[tuple[str, Feed, int]] = [("paged", Waves(items, len(items)), paged)]
+    alike = ((paged + 1, None),)
+    ways: list[tuple[str, Feed, Groups]] = [
+        ("paged", Waves(items, len(items)), memory.groups or alike)
+    ]
+    if memory.groups:
+        ways.append(("no windows", Waves(items, len(items)), alike))
     for name, reserve in reserves.items():
         # The feed does the admission: pages are no limit to the scheduler below it.
         ample = paged + memory.num_slots * (1 + memory.max_model_len // memory.page_size)
-        ways.append((name, Reserving(items, memory.tokens, reserve), ample))
-    entries = [_run(name, feed, pages, memory, progress) for name, feed, pages in ways]
+        ways.append((name, Reserving(items, memory.tokens, reserve), ((ample + 1, None),)))
+    entries = [_run(name, feed, groups, memory, progress) for name, feed, groups in ways]
     for entry in entries:
         entry["paged_to_this"] = entries[0]["mean_at_once"] / entry["mean_at_once"]
         entry["steps_to_paged"] = entry["steps"] / entries[0]["steps"]
@@ -60,9 +73,11 @@ def _length(item: WorkItem) -> int:
 
 
 def _run(
-    name: str, feed: Feed, pages: int, memory: Memory, progress: Progress | None
+    name: str, feed: Feed, groups: Groups, memory: Memory, progress: Progress | None
 ) -> dict[str, Any]:
-    limits = SchedulerLimits(memory.num_slots, memory.chunk_tokens, memory.page_size, (pages + 1,))
+    sizes = memory.num_slots, memory.chunk_tokens, memory.page_size
+    pages, windows = zip(*groups)
+    limits = SchedulerLimits(*sizes, pages, windows)
     engine = engine_without_device(
         limits, SchedulerPolicy(prefix_cache=False), memory.max_model_len
     )

@@ -14,12 +14,15 @@ from jaxtyping import Float
 
 from jaxinfer.engine import Engine
 from jaxinfer.kv_pool import pages_for
+from jaxinfer.policy import SchedulerLimits
 from jaxinfer.programs import smallest_shape
 from jaxinfer.request import Request, SamplingParams
 from jaxinfer.runner import Runner
 from jaxinfer.sequence import Sequence as Running
 from jaxinfer.step_plan import MAX_PIECES, Piece, StepPlan, pack
+from jaxinfer.window_pages import most_kept
 
+Pages = list[list[int]]  # of one text, by KV group
 PROMPT = 8  # tokens that are computed as a prompt, of a text that has as many
 _PARAMS = SamplingParams(temperature=0)
 
@@ -38,32 +41,42 @@ def distributions(
     for i, text in enumerate(texts):
         if not 2 <= len(text) <= most:
             raise ValueError(f"text {i + 1} has {len(text)} tokens; 2 to {most} can be evaluated")
-    page_size = runner.pools[0][0].shape[2]
-    room = min(pool[0].shape[0] - 1 for pool in runner.pools)
-    start = 0
+    limits, start = engine.scheduler.limits, 0
     while start < len(texts):
-        batch, pages = [], 1
+        batch: list[tuple[int, Pages]] = []
+        taken = [1 for _ in limits.num_pages]
         for i in range(start, min(len(texts), start + MAX_PIECES, start + runner.null_slot)):
-            needed = pages_for(len(texts[i]), page_size)
-            if pages + needed > room + 1:
+            own = [_pages_held(len(texts[i]), limits, group) for group in range(len(taken))]
+            ends = [first + count for first, count in zip(taken, own)]
+            if any(end > count for end, count in zip(ends, limits.num_pages)):
                 break
-            batch.append((i, list(range(pages, pages + needed))))
-            pages += needed
+            whole = range(pages_for(len(texts[i]), limits.page_size))
+            pages = [[first + n % count for n in whole] for first, count in zip(taken, own)]
+            batch.append((i, pages))
+            taken = ends
         yield from _of_batch(runner, texts, batch)
         start += len(batch)
 
 
+def _pages_held(length: int, limits: SchedulerLimits, group: int) -> int:
+    """Pages that a text needs at once: where layers see a window, it takes them in turns."""
+    whole = pages_for(length, limits.page_size)
+    window = limits.windows[group] if limits.windows else None
+    if window is None:
+        return whole
+    return min(whole, most_kept(window, limits.page_size) + pages_for(PROMPT, limits.page_size))
+
+
 def _of_batch(
-    runner: Runner, texts: Sequence[Sequence[int]], batch: list[tuple[int, list[int]]]
+    runner: Runner, texts: Sequence[Sequence[int]], batch: list[tuple[int, Pages]]
 ) -> Iterator[tuple[int, int, np.ndarray]]:
     """Of texts side by side, each with a slot and pages of its own."""
-    groups = len(runner.slots.page_tables)
     longest = max(shape.chunk for shape in runner.programs.forward) // MAX_PIECES
     lengths = {i: min(PROMPT, longest, len(texts[i]) - 1) for i, _ in batch}
 
-    def running(slot: int, tokens: Sequence[int], pages: list[int]) -> Running:
+    def running(slot: int, tokens: Sequence[int], pages: Pages) -> Running:
         request = Request("evaluated", (), _PARAMS, max_new_tokens=1 << 30, seed=0)
-        return Running(request, tokens=list(tokens), slot=slot, pages=[pages] * groups)
+        return Running(request, tokens=list(tokens), slot=slot, pages=pages)
 
     plan = StepPlan(0)
     for slot, (i, pages) in enumerate(batch):
@@ -86,7 +99,8 @@ def _of_batch(
         for (i, position), row in zip(rows, _logits(runner, plan)):
             yield i, position, row
         step += 1
-    runner.admit([running(slot, [0], []) for slot, _ in enumerate(batch)], [])  # all are done
+    none: Pages = [[] for _ in runner.slots.page_tables]
+    runner.admit([running(slot, [0], none) for slot, _ in enumerate(batch)], [])  # all are done
 
 
 def _logits(runner: Runner, plan: StepPlan) -> Float[np.ndarray, "rows V"]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxinfer.kv_pool import KVGroup
+from jaxinfer.kv_pool import KVGroup, pages_for
 from jaxinfer.memory_plan import MemoryPlan
 from jaxinfer.params import Tree, named_leaves, param_bytes
 from jaxinfer.sharding import sharding_of
@@ -19,7 +19,8 @@ from jaxinfer.sizes import size_text
 class Savings:
     """Bytes on one device: of weights, and of the memory left for KV pages, with and without.
 
-    `token_bytes` are of a token in all layers, `length` is of a full sequence.
+    `token_bytes` are of a token in all layers that keep it, as a full sequence has them on average;
+    `length` is of one.
     """
 
     quantization: str
@@ -71,7 +72,8 @@ def savings(
     used = plan.weights_bytes + plan.slot_bytes + plan.workspace_bytes + plan.transfer_bytes
     plain = plain_weights + plan.slot_bytes + plain_workspace + plan.transfer_bytes
     pool = sum(group.num_pages * group.page_bytes for group in groups)
-    token_bytes = sum(group.page_bytes // group.page_size for group in groups)
+    pages = [group.pages_of(max_model_len) * group.page_bytes for group in groups]
+    token_bytes = sum(pages) / (pages_for(max_model_len, groups[0].page_size) * groups[0].page_size)
     on_one = math.ceil(token_bytes * plan.pool_bytes / pool)  # heads are divided over devices
     return Savings(
         quantization,

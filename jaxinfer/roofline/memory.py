@@ -45,7 +45,7 @@ class PaperPlan:
     def fits(self, batch: int, context: int) -> bool:
         """Whether so many sequences of that length are in the pool at once."""
         return all(
-            batch * min(context, (group.window or context) + group.page_size)
+            batch * (context if group.window is None else group.pages_of(context) * group.page_size)
             <= group.capacity * self.page_ratio
             for group in self.groups
         )
