@@ -38,7 +38,9 @@ OTHERS = (
     "sample draw 264",
     "sample filter 264",
     "sample full 264",
+    "forbid 264",
     "score 2048",
+    "put_masks",
     "admit",
     "load_history",
 )
@@ -133,6 +135,12 @@ class Plan:
                 rows, updated, taken, outputs = SCORED_ROWS, (), params, (whole,)
                 if ways > 1:  # logits
                     collectives = Counter({"all-gather": 1})
+            case ("forbid", int() as rows):
+                updated, taken = slots, (slots, options)
+                outputs = (whole, (whole, whole), _shardings(slots))
+            case "put_masks":
+                updated = taken = options
+                outputs = _shardings(updated)
             case "admit":
                 updated = taken = (slots, options)
                 outputs = _shardings(updated)
