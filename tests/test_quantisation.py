@@ -26,8 +26,11 @@ from pallas_kernels.grouped_matmul import grouped_matmul
 
 EACH = pytest.mark.parametrize("kind", KINDS)
 # Of the largest value: roundings to 127 units, and to 127 * 254 where there are two terms.
-WEIGHTS = {"int8": 4e-3, "w8a8": 4e-3, "w8a8-hl": 4e-3, "w16a16": 2e-5}
-PRODUCTS = {"int8": 1e-5, "w8a8": 2e-2, "w8a8-hl": 1e-4, "w16a16": 1e-4}
+INT4, FLOAT8 = 1 / 14 + 1e-6, 1 / 28 + 1e-6  # half a unit of 7, of 448 / 16
+WEIGHTS = {"int8": 4e-3, "w8a8": 4e-3, "w8a8-hl": 4e-3, "w16a16": 2e-5, "int4": INT4}
+WEIGHTS |= dict.fromkeys(("fp8", "fp8-block", "w8a8-fp8"), FLOAT8)
+PRODUCTS = {"int8": 1e-5, "w8a8": 2e-2, "w8a8-hl": 1e-4, "w16a16": 1e-4, "int4": 1e-5}
+PRODUCTS |= {"fp8": 1e-5, "fp8-block": 1e-5, "w8a8-fp8": 6e-2}
 HEADS = ParamSpec((4, 6, 24), ("kv_heads", None, "embed"), inputs=1)
 OUT = ParamSpec((24, 4, 6), ("embed", "kv_heads", None), inputs=2)
 EXPERTS = ParamSpec((3, 8, 2, 24), ("experts", "mlp", None, "embed"), inputs=1)
@@ -39,11 +42,21 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
 
 def dense(weight: Quantised) -> np.ndarray:
     """The parameter that it stands for, in float64."""
-    values = np.asarray(weight.values, np.float64)
-    if weight.low is not None:
-        values = values + np.asarray(weight.low, np.float64) / 254
-    scales = np.asarray(weight.scales, np.float64)
-    return values * scales.reshape(*scales.shape, *[1] * weight.inputs)
+    values, scales = np.asarray(weight.values), np.asarray(weight.scales, np.float64)
+    if weight.block == (1, 0):
+        whole = values.astype(np.float64)
+        if weight.low is not None:
+            whole = whole + np.asarray(weight.low, np.float64) / 254
+        return whole * scales.reshape(*scales.shape, *[1] * weight.inputs)
+    lead = weight.shape[: weight.experts]
+    rows, group = weight.block
+    columns = int(np.prod(weight.shape[-weight.inputs :]))
+    if weight.bits == 4:  # a byte has one of a group's first half, and one half a group on
+        halves = values.reshape(*lead, -1, columns // group, group // 2)
+        values = np.concatenate([halves & 15, halves >> 4], axis=-1).astype(np.float64) - 8
+    matrices = values.astype(np.float64).reshape(*lead, -1, columns)
+    each = np.repeat(np.repeat(scales, group, axis=-2), rows, axis=-1)[..., : matrices.shape[-2]]
+    return (matrices * each.swapaxes(-1, -2)).reshape(weight.shape)
 
 
 @EACH
@@ -54,8 +67,10 @@ def test_a_quantised_parameter_stands_for_its_array(kind, spec):
     ).astype(np.float32)
     array[0, 0] = 0
     weight = quantise(array, spec, kind, "float32")
-    assert weight.shape == spec.shape and weight.values.dtype == np.int8
-    largest = np.abs(array).max(axis=tuple(range(-spec.inputs, 0)), keepdims=True)
+    stored = {"int4": "uint8"}.get(KINDS[kind].stored, KINDS[kind].stored)
+    assert weight.shape == spec.shape and weight.values.dtype.name == stored
+    inner = (1 + spec.inputs) if weight.block[0] > 1 else spec.inputs  # a block has several rows
+    largest = np.abs(array).max(axis=tuple(range(-inner, 0)), keepdims=True)
     assert (np.abs(dense(weight) - array) <= WEIGHTS[kind] * largest).all()
     if kind != "w16a16":
         assert (np.abs(dense(weight) - array) > 1e-3 * largest).any()
@@ -80,10 +95,14 @@ def test_products_equal_those_of_what_it_stands_for(kind, rows):
 @EACH
 def test_rows_of_tables_and_products_of_experts(kind):
     spec = ParamSpec((10, 24), ("vocab", "embed"), inputs=1)
-    table = jax.tree.map(jnp.asarray, quantise(random(10, 24), spec, kind, "bfloat16"))
-    rows = embed(table, jnp.array([9, 0, 9]))
-    assert rows.dtype == jnp.bfloat16
-    np.testing.assert_allclose(rows.astype(np.float32), dense(table)[[9, 0, 9]], rtol=1e-2)
+    array = random(10, 24)
+    table = quantise(array, spec, kind, "bfloat16")
+    if KINDS[kind].vocabulary:
+        rows = embed(jax.tree.map(jnp.asarray, table), jnp.array([9, 0, 9]))
+        assert rows.dtype == jnp.bfloat16
+        np.testing.assert_allclose(rows.astype(np.float32), dense(table)[[9, 0, 9]], rtol=1e-2)
+    else:
+        assert table is array
     weight = jax.tree.map(jnp.asarray, quantise(random(*EXPERTS.shape), EXPERTS, kind, "float32"))
     x, sizes, owner = random(7, 24, seed=2), jnp.array([4, 0, 3], jnp.int32), [0] * 4 + [2] * 3
 
@@ -181,10 +200,13 @@ def test_what_is_chosen():
     assert choose(None, "w8a8", "cpu") == choose("auto", "w8a8", "cpu") == "w8a8"
     assert choose("auto", "none", "cpu") == "w8a8-hl" and choose("auto", "none", "cuda") == "none"
     assert choose("int8", "w8a8", "cpu") == "int8"
+    assert choose("w8a8", "none", "cuda") == "w8a8" and choose("fp8", "w8a8-fp8", "cuda") == "fp8"
     for asked, stored, platform, problem in (
         ("w16a16", "w8a8", "cpu", "stored as w8a8, which can be served as int8 or w8a8 or w8a8-hl"),
         ("none", "w16a16", "cpu", "take the original checkpoint"),
-        ("w8a8", "none", "cuda", "served on cpu only so far, not on cuda"),
+        ("w8a8-hl", "none", "cuda", "served on cpu only so far, not on cuda"),
+        ("int8", "none", "tpu", "served on cpu, cuda only so far, not on tpu"),
+        ("fp8", "fp8-block", "cpu", "stored as fp8-block, which can be served as fp8-block;"),
         ("awq", "none", "cpu", "quantization is 'awq'; choose none, auto, int8"),
     ):
         with pytest.raises(ValueError, match=problem):
