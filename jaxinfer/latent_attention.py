@@ -20,7 +20,7 @@ from jaxinfer.models.base import Rotary
 from jaxinfer.models.layers import add_bias, linear
 from jaxinfer.models.mla import LATENT_EPS, mla_specs
 from jaxinfer.params import Tree
-from jaxinfer.quantization.weight import Quantised, multiply_own
+from jaxinfer.quantization.weight import Quantised, multiply_in_parts, multiply_own
 from jaxinfer.sharding import on_each_device, partition_spec
 from jaxinfer.step_model import Placement, StepModel
 from pallas_kernels.latent_attention import absorbed_queries, norm_and_write
@@ -110,19 +110,20 @@ def _of_own_heads(
     return quantised_matmul(flat, weight, implementation=body, splits=1), stored
 
 
-def _projected(params: Tree, x: Float[Array, "T D"]) -> Float[Array, "P T width"]:
-    """Latents of queries, if there are any, and of keys and values with the key that rotates."""
+def _projected(params: Tree, x: Float[Array, "T D"]) -> tuple[Float[Array, "P T width"], ...]:
+    """Latents of queries, if there are any, and of keys and values with the key that rotates; of
+    weights that are no arrays, in two."""
     names = [name for name in ("q_a", "kv_a") if name in params]
+    bias = [params[f"{name}_bias"] for name in names] if "kv_a_bias" in params else None
     if isinstance(params["kv_a"], Quantised):
-        parts = [multiply_own(x, params[name], jnp.float32) for name in names]
-        if "kv_a_bias" in params:
-            parts = [add_bias(p, params[f"{n}_bias"].astype(p.dtype)) for n, p in zip(names, parts)]
-        return jnp.concatenate(parts, axis=1)[None]
+        if bias is None:
+            return tuple(multiply_in_parts(x, params[name]) for name in names)
+        products = (multiply_own(x, params[name], x.dtype) for name in names)
+        return tuple(add_bias(product, b)[None] for product, b in zip(products, bias))
     weight = jnp.concatenate([params[name] for name in names])
-    if "kv_a_bias" not in params:
-        return _in_parts(x, weight)
-    bias = jnp.concatenate([params[f"{name}_bias"] for name in names])
-    return add_bias(linear(x, weight), bias)[None]
+    if bias is None:
+        return (_in_parts(x, weight),)
+    return (add_bias(linear(x, weight), jnp.concatenate(bias))[None],)
 
 
 def _in_parts(
@@ -130,7 +131,7 @@ def _in_parts(
 ) -> Float[Array, "P T N"]:
     """x @ weight.T as parts that add up, float32 if there are several: as many as fill a device."""
     if isinstance(weight, Quantised):
-        return multiply_own(x, weight, jnp.float32)[None]
+        return multiply_in_parts(x, weight)
     weight = weight.reshape(-1, weight.shape[-1])
     (tokens, columns), outputs = x.shape, weight.shape[0]
     tile, parts = (64 if tokens <= FEW_ROWS else 128), 1  # as the compiler has them

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from jaxinfer.memory_plan import plan_memory, widest_activation
 from jaxinfer.models import family_of
 from jaxinfer.params import Tree, abstract_params
 from jaxinfer.programs import Lowerable, program_set, step_shapes
+from jaxinfer.quantization.kinds import KINDS, NONE
+from jaxinfer.quantization.multipliers import with_multipliers
+from jaxinfer.quantization.weight import quantised_specs
 from jaxinfer.sharding import make_mesh, pool_sharding, replicated, sharding_of
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
 from jaxinfer.step_model import StepModel
@@ -44,22 +47,34 @@ OTHERS = (
     "admit",
     "load_history",
 )
-PROGRAMS = {  # by model and GPUs: what is compiled
-    ("llama-3-8b", 1): (*STEPS, *OTHERS),
-    ("llama-3-8b", 8): (*STEPS, "sample full 264", "score 2048"),
-    ("qwen3-32b", 8): STEPS,
-    ("gemma3-27b", 1): STEPS,
-    ("mixtral-8x7b", 1): STEPS,
-    ("deepseek-v3", 8): STEPS,
+
+
+class Served(NamedTuple):
+    """A model, the GPUs that share it, and the kind its weights are in."""
+
+    model: str
+    ways: int = 1
+    quantization: str = NONE
+
+
+PROGRAMS = {  # what is compiled
+    Served("llama-3-8b"): (*STEPS, *OTHERS),
+    Served("llama-3-8b", 8): (*STEPS, "sample full 264", "score 2048"),
+    Served("qwen3-32b", 8): STEPS,
+    Served("gemma3-27b"): STEPS,
+    Served("mixtral-8x7b"): STEPS,
+    Served("deepseek-v3", 8, "fp8-block"): STEPS,
+    **{
+        Served("llama-3-8b", 1, kind): STEPS
+        for kind in ("int8", "int4", "fp8", "w8a8", "w8a8-fp8")
+    },
 }
-# In bfloat16, to which it is converted as it is loaded, it does not fit on as many GPUs: the plan
-# is one of the few layers alone.
-IN_PART = {("deepseek-v3", 8)}
 SLACK = 64 << 20
 # Of a layer in a decode step, at most. Experts are chosen, and rows sorted by them; in a model with
 # latent attention they come in groups.
 LAUNCHES = {"dense": 14, "experts": 26, "latent experts": 34}
 SHARDED_LAUNCHES = 2  # more with tensor parallelism: its all-reduces
+ROUNDING_LAUNCHES = 4  # more where activations are rounded, before every product
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +113,7 @@ class Plan:
     state: tuple[Any, ...]  # params, pools, slots, options, history
     programs: dict[str, Lowerable]
     resident: int  # bytes on one device of the state with all layers
+    quantization: str = NONE
 
     def expectation(self, program: Lowerable) -> Expectation:
         """What the program of that name must satisfy."""
@@ -106,6 +122,7 @@ class Plan:
         assert mesh is not None
         ways, whole = mesh.shape["model"], replicated(mesh)
         rows, activation, collectives = 0, 0, Counter[str]()
+        kind = KINDS.get(self.quantization)
         layers: tuple[str, ...] = ()
         launches: tuple[int, ...] = ()
         updated: Tree
@@ -118,6 +135,8 @@ class Plan:
                 layers = _layer_kinds(config)
                 if not shape.chunk:
                     more = SHARDED_LAUNCHES if ways > 1 else 0
+                    if kind is not None and kind.activations != "as_given":
+                        more += ROUNDING_LAUNCHES
                     launches = tuple(LAUNCHES[layer] + more for layer in layers)
                 if ways > 1:  # attention and MLP of every layer, embedding; logits
                     collectives = Counter(
@@ -160,21 +179,21 @@ class Plan:
         )
 
 
-def make_plan(target: GpuTarget, name: str, ways: int, layers: int | None = None) -> Plan:
-    """Plan memory for the whole model of that name, then keep `layers` of it (None: all), each as
-    large as in the whole; models of `IN_PART` are planned as if those were all.
+def make_plan(target: GpuTarget, served: Served, layers: int | None = None) -> Plan:
+    """Plan memory for the whole model, then keep `layers` of it (None: all), each as large as in
+    the whole.
 
     Raises MemoryPlanError when the model does not fit, ShardingError when it does not divide.
     """
+    name, ways, quantization = served
     mesh = make_mesh(devices(target, ways), ways)
-    engine = dataclasses.replace(ENGINE, tensor_parallel_size=ways)
+    engine = dataclasses.replace(ENGINE, tensor_parallel_size=ways, quantization=quantization)
+    device = Device("cuda", target.name, target.compute_capability)
     whole, config = replicated(mesh), known_model(name)
     kept = some_layers(config, config.num_layers if layers is None else layers)
     model = dataclasses.replace(
         config, num_layers=len(kept), kinds=tuple(config.kind(i) for i in kept)
     )
-    if (name, ways) in IN_PART:
-        config, kept = model, range(len(kept))
 
     def on_all(make: Any, *sizes: Any) -> Any:
         return jax.tree.map(
@@ -183,8 +202,12 @@ def make_plan(target: GpuTarget, name: str, ways: int, layers: int | None = None
         )
 
     def params_of(model: ModelConfig) -> Tree:
-        specs = family_of(model.family).param_specs(model)
-        return abstract_params(specs, engine.dtype, lambda spec: sharding_of(spec, mesh))
+        plain = family_of(model.family).param_specs(model)
+        specs = quantised_specs(plain, quantization, engine.dtype)
+        params = abstract_params(specs, engine.dtype, lambda spec: sharding_of(spec, mesh))
+        chosen, why = with_multipliers(params, device, mesh)
+        assert not why, why
+        return chosen
 
     length, page_size, dtype = engine.max_model_len, engine.page_size, engine.dtype
     assert length is not None
@@ -201,6 +224,7 @@ def make_plan(target: GpuTarget, name: str, ways: int, layers: int | None = None
         weights,
         device_bytes(others),
         target,  # type: ignore[arg-type]
+        by_kernels=True,
     )
     groups = tuple(
         dataclasses.replace(g, layers=tuple(i for i, own in enumerate(kept) if own in g.layers))
@@ -208,17 +232,16 @@ def make_plan(target: GpuTarget, name: str, ways: int, layers: int | None = None
     )
     pools = abstract_pools(groups, pool_sharding(groups[0].layer_shape, mesh, groups[0].axes))
     kind, dims = groups[0].dtype, groups[0].dims
-    device = Device("cuda", target.name, target.compute_capability)
     attention = choose_body(*device, *dims, kind).implementation
     sampling = choose_sampling(device).implementation
-    experts = choose_experts(device, model, engine.dtype, ways)
+    experts = choose_experts(device, model, engine.dtype, ways, quantization)
     grouped = None if experts is None else experts.implementation
     step = StepModel(model, groups, attention, mesh, experts=grouped, sampling=sampling)
     state = (params_of(model), pools, *others)
     shapes = step_shapes(engine.max_num_seqs, engine.max_num_batched_tokens, page_size, num_groups)
     programs = {p.name: p for p in program_set(step, shapes, state)}
     resident = weights + memory.pool_bytes + device_bytes(others)
-    return Plan(target, step, state, programs, resident)
+    return Plan(target, step, state, programs, resident, quantization)
 
 
 def some_layers(config: ModelConfig, count: int) -> range:

@@ -16,7 +16,12 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.params import ParamSpec, Tree, is_spec, map_specs
 from jaxinfer.quantization.kinds import CHANNEL, KINDS, NONE, Kind
 from jaxinfer.sharding import on_each_device, partition_spec
-from pallas_kernels.quantised_matmul import Implementation, QuantisedWeight, quantised_matmul
+from pallas_kernels.quantised_matmul import (
+    Implementation,
+    QuantisedWeight,
+    matmul_in_parts,
+    quantised_matmul,
+)
 from pallas_kernels.quantised_matmul.activations import PAIR
 
 GROUPS = (128, 64, 32)  # columns that share a scale: what kernels take
@@ -141,6 +146,13 @@ def multiply_own(x: Float[Array, "T K"], weight: Quantised, out_dtype: Any) -> F
         quantised_matmul(x, term, implementation=body, out_dtype=jnp.float32) for term in terms
     ]
     return sum(products[1:], start=products[0]).astype(out_dtype)
+
+
+def multiply_in_parts(x: Float[Array, "T K"], weight: Quantised) -> Float[Array, "P T N"]:
+    """`multiply_own` as float32 parts that add up, for a kernel that adds them."""
+    if len(weight.terms) > 1:
+        return multiply_own(x, weight, jnp.float32)[None]
+    return matmul_in_parts(x, weight.terms[0], implementation=weight.multiplier.body)
 
 
 def rows_of(table: Quantised, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
