@@ -18,11 +18,12 @@ from jaxinfer.known_models import known_model
 from jaxinfer.kv_pool import abstract_pools, kv_groups, pages_for
 from jaxinfer.memory_plan import plan_memory, widest_activation
 from jaxinfer.models import family_of
-from jaxinfer.params import Tree, abstract_params
+from jaxinfer.params import ParamSpec, Tree, abstract_params
 from jaxinfer.programs import Lowerable, program_set, step_shapes
 from jaxinfer.quantization.kinds import KINDS, NONE
-from jaxinfer.quantization.multipliers import with_multipliers
-from jaxinfer.quantization.weight import quantised_specs
+from jaxinfer.quantization.multipliers import own_part, terms_of, with_multipliers
+from jaxinfer.quantization.weight import Quantised, quantised_specs
+from jaxinfer.roofline.storage import Storage
 from jaxinfer.sharding import make_mesh, pool_sharding, replicated, sharding_of
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
 from jaxinfer.step_model import StepModel
@@ -56,6 +57,10 @@ class Served(NamedTuple):
     ways: int = 1
     quantization: str = NONE
 
+    def __str__(self) -> str:
+        kind = "" if self.quantization == NONE else f" in {self.quantization}"
+        return f"{self.model}{kind} on {self.ways} GPU{'s' if self.ways > 1 else ''}"
+
 
 PROGRAMS = {  # what is compiled
     Served("llama-3-8b"): (*STEPS, *OTHERS),
@@ -65,8 +70,7 @@ PROGRAMS = {  # what is compiled
     Served("mixtral-8x7b"): STEPS,
     Served("deepseek-v3", 8, "fp8-block"): STEPS,
     **{
-        Served("llama-3-8b", 1, kind): STEPS
-        for kind in ("int8", "int4", "fp8", "w8a8", "w8a8-fp8")
+        Served("llama-3-8b", 1, kind): STEPS for kind in ("int8", "int4", "fp8", "w8a8", "w8a8-fp8")
     },
 }
 SLACK = 64 << 20
@@ -88,6 +92,9 @@ class Expectation:
         temp_limit: bytes of temporaries.
         launches: for a step that only decodes, of each layer how many there may be; () otherwise.
         layers: of what kind each layer is, by the names of `LAUNCHES`; () for what is no step.
+        weights: the parameters that a step takes, and weight_bytes what they take by their shapes;
+            matrices: rows and columns of those that are quantised and not as many rows as the
+            step's activations have; nothing that large may be made.
         collectives: how many of each kind, all outside loops.
         memory: bytes of the device; elsewhere: bytes of it that are taken but no argument of the
             program: the rest of the engine's state, layers that were left out included.
@@ -102,6 +109,9 @@ class Expectation:
     elsewhere: int
     layers: tuple[str, ...] = ()
     launches: tuple[int, ...] = ()
+    weights: Tree = ()
+    weight_bytes: int = 0
+    matrices: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +123,7 @@ class Plan:
     state: tuple[Any, ...]  # params, pools, slots, options, history
     programs: dict[str, Lowerable]
     resident: int  # bytes on one device of the state with all layers
+    specs: Tree  # of the parameters
     quantization: str = NONE
 
     def expectation(self, program: Lowerable) -> Expectation:
@@ -125,13 +136,19 @@ class Plan:
         kind = KINDS.get(self.quantization)
         layers: tuple[str, ...] = ()
         launches: tuple[int, ...] = ()
+        counts: set[int] = set()  # rows of activations
+        owned = [
+            own_part(param, ways, ENGINE.dtype)
+            for param in jax.tree.leaves(self.specs, is_leaf=_is_weight)
+        ]
         updated: Tree
         taken: Tree
         match program.key:
             case StepShape() as shape:
-                rows = shape.sample_rows
+                rows, tokens = shape.sample_rows, shape.rows + shape.chunk
+                counts = {shape.chunk, tokens, tokens * (config.moe.top_k if config.moe else 1)}
                 widest = widest_activation(config, ways) * jnp.dtype(ENGINE.dtype).itemsize
-                activation = widest * (shape.rows + shape.chunk)
+                activation = widest * tokens
                 layers = _layer_kinds(config)
                 if not shape.chunk:
                     more = SHARDED_LAUNCHES if ways > 1 else 0
@@ -176,6 +193,9 @@ class Plan:
             elsewhere=self.resident - device_bytes(taken),
             layers=layers,
             launches=launches,
+            weights=params if layers else (),
+            weight_bytes=sum(map(_stored_bytes, owned)) if layers else 0,
+            matrices=frozenset(m for part in owned for m in _matrix(part) if m[0] not in counts),
         )
 
 
@@ -201,9 +221,11 @@ def make_plan(target: GpuTarget, served: Served, layers: int | None = None) -> P
             jax.eval_shape(lambda: make(*sizes)),
         )
 
-    def params_of(model: ModelConfig) -> Tree:
+    def specs_of(model: ModelConfig) -> Tree:
         plain = family_of(model.family).param_specs(model)
-        specs = quantised_specs(plain, quantization, engine.dtype)
+        return quantised_specs(plain, quantization, engine.dtype)
+
+    def params_of(specs: Tree) -> Tree:
         params = abstract_params(specs, engine.dtype, lambda spec: sharding_of(spec, mesh))
         chosen, why = with_multipliers(params, device, mesh)
         assert not why, why
@@ -216,7 +238,7 @@ def make_plan(target: GpuTarget, served: Served, layers: int | None = None) -> P
     options = on_all(empty_options, engine.max_num_seqs, config.vocab_size)
     history = on_all(empty_history, engine.max_num_seqs, config.vocab_size)
     others = (slots, options, history)
-    weights = device_bytes(params_of(config))
+    weights = device_bytes(params_of(specs_of(config)))
     memory, groups = plan_memory(
         config,
         engine,
@@ -237,11 +259,11 @@ def make_plan(target: GpuTarget, served: Served, layers: int | None = None) -> P
     experts = choose_experts(device, model, engine.dtype, ways, quantization)
     grouped = None if experts is None else experts.implementation
     step = StepModel(model, groups, attention, mesh, experts=grouped, sampling=sampling)
-    state = (params_of(model), pools, *others)
+    state = (params_of(specs_of(model)), pools, *others)
     shapes = step_shapes(engine.max_num_seqs, engine.max_num_batched_tokens, page_size, num_groups)
     programs = {p.name: p for p in program_set(step, shapes, state)}
     resident = weights + memory.pool_bytes + device_bytes(others)
-    return Plan(target, step, state, programs, resident, quantization)
+    return Plan(target, step, state, programs, resident, specs_of(model), quantization)
 
 
 def some_layers(config: ModelConfig, count: int) -> range:
@@ -261,6 +283,28 @@ def device_bytes(tree: Tree) -> int:
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
     )
+
+
+def _is_weight(x: Any) -> bool:
+    return isinstance(x, Quantised | ParamSpec)
+
+
+def _stored_bytes(part: Any) -> int:
+    """Bytes of a device's part of a parameter, by its shape and the bits of an entry."""
+    if not isinstance(part, Quantised):
+        return math.prod(part.shape) * part.dtype.itemsize
+    rows, group = part.block
+    *lead, outputs, columns = terms_of(part)[0].shape
+    kept = Storage(part.bits, group or None, rows).weight_bytes(outputs, columns)
+    return kept * math.prod(lead)
+
+
+def _matrix(part: Any) -> list[tuple[int, int]]:
+    """Rows and columns of a quantised weight, those of all experts together."""
+    if not isinstance(part, Quantised):
+        return []
+    *rows, columns = terms_of(part)[0].shape
+    return [(math.prod(rows), columns)]
 
 
 def _shardings(tree: Tree) -> Tree:

@@ -38,8 +38,9 @@ def norm_and_write(
 
     `projected` are parts whose sum, rounded to `dtype`, is a token's latent of queries if there is
     a norm for it, then that of keys and values, then the key that rotates: all in one array, or
-    the first in one and the others in a second. A key is the latter two after norm and rotation. As `write_latent` has it, its value stays finite, and the rest of it is
-    NaN if that was not. The pool is updated in place where it is donated.
+    the first in one and the others in a second. A key is the latter two after norm and rotation.
+    As `write_latent` has it, its value stays finite, and the rest of it is NaN if that was not. The
+    pool is updated in place where it is donated.
     """
     tokens = projected[0].shape[1]
     q_rank = sum(part.shape[2] for part in projected) - pool.shape[3]

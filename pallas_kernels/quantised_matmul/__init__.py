@@ -66,7 +66,7 @@ def matmul_in_parts(
 ) -> Float[Array, "P M N"]:
     """`quantised_matmul` as float32 parts that add up, one for each program that shares the
     columns: whatever takes the product can add them, and spare a launch."""
-    if implementation.startswith("triton") or implementation.startswith("mosaic"):
+    if implementation != "reference":
         interpret = implementation.endswith("_interpreted")
         _check(x, weight, kernel=not interpret)
         if not _by_mosaic(x, weight, implementation):

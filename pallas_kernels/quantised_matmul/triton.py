@@ -71,7 +71,7 @@ def _launch(
     decode, order = x.shape[0] <= DECODE_ROWS, getattr(weight, "order", None)
     taken = rounded(x, activations, order, interpret=interpret)
     count = taken.values.shape[0]
-    rows, width, warps, stages = block_sizes(count)
+    rows, width, warps, stages = block_sizes(count, taken.values.dtype)
     o = options(bits, columns, block, rows, width)
     grid = (pl.cdiv(count, rows), pl.cdiv(outputs, width))
     if splits is None:
