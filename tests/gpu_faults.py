@@ -12,11 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from quantised_weights import with_body
 
 from jaxinfer.gpu_check.cases import Plan, Served, make_plan
 from jaxinfer.gpu_check.checks import assess
 from jaxinfer.gpu_check.target import TARGETS
-from jaxinfer.quantization.weight import Multiplier, Quantised
 from jaxinfer.sharding import replicated
 from jaxinfer.step import forward
 from jaxinfer.step_plan import StepShape
@@ -47,16 +47,6 @@ def step(
     program = jax.jit(run, donate_argnums=(1, 2) if donate else ())
     with jax.set_mesh(plan.model.mesh):  # kernels are compiled for the device they find there
         return program.lower(params or plan.state[0], *plan.state[1:3], packed(plan))
-
-
-def by_xla(plan: Plan) -> Any:
-    """Parameters that XLA multiplies with."""
-
-    def of(param: Any) -> Any:
-        quantised = isinstance(param, Quantised)
-        return dataclasses.replace(param, multiplier=Multiplier()) if quantised else param
-
-    return jax.tree.map(of, plan.state[0], is_leaf=lambda leaf: isinstance(leaf, Quantised))
 
 
 def roll_pages(pools: Any, *others: Any) -> Any:
@@ -94,7 +84,7 @@ def main() -> None:
         "loops while the device says so": failures(one, step(one, attention="reference")),
         "branches as the device says": failures(one, step(one, branch)),
         "attention by XLA": failures(one, step(one, attention="reference_static")),
-        "weights made numbers of": failures(int4, step(int4, params=by_xla(int4))),
+        "weights made numbers of": failures(int4, step(int4, params=with_body(int4.state[0]))),
         "not pinned to the mesh": failures(eight, unpinned),
     }
     print(json.dumps(found))
