@@ -113,7 +113,7 @@ def workspace_bytes(
                 for _, spec in specs
                 if spec.inputs and (kind.vocabulary or spec.axes[0] != "vocab")
             ]
-            matrix = max(map(math.prod, shapes)) * (itemsize if kind.stored == "int8" else 4)
+            matrix = max(map(math.prod, shapes)) * (itemsize if kind.layout.values == "int8" else 4)
     logits = 4 * model.vocab_size * max(config.max_num_seqs + MAX_PIECES, SCORED_ROWS)
     values = 2 * products * rows * widest * max(itemsize, 4)
     hidden = 2 * config.max_num_batched_tokens * model.hidden_size * itemsize

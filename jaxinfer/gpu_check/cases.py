@@ -293,10 +293,11 @@ def _stored_bytes(part: Any) -> int:
     """Bytes of a device's part of a parameter, by its shape and the bits of an entry."""
     if not isinstance(part, Quantised):
         return math.prod(part.shape) * part.dtype.itemsize
-    rows, group = part.block
+    layout = part.layout
+    scale_bits = 8 * sum(jnp.dtype(name).itemsize for name in (layout.scales, layout.zeros) if name)
     *lead, outputs, columns = terms_of(part)[0].shape
-    kept = Storage(part.bits, group or None, rows).weight_bytes(outputs, columns)
-    return kept * math.prod(lead)
+    stored = Storage(layout.bits, layout.group or None, layout.rows, scale_bits)
+    return stored.weight_bytes(outputs, columns) * math.prod(lead)
 
 
 def _matrix(part: Any) -> list[tuple[int, int]]:

@@ -2,12 +2,85 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Activations = Literal["as_given", "int8", "int8_pair", "float8_e4m3fn"]
-Stored = Literal["int8", "int4", "float8_e4m3fn"]
-CHANNEL = (1, 0)  # one scale for all weights of an output
+Values = Literal["int8", "float8_e4m3fn", "int4", "float4_e2m1fn"]
+BITS: dict[str, int] = {"int8": 8, "float8_e4m3fn": 8, "int4": 4, "float4_e2m1fn": 4}
+SMALLEST_GROUP = 16  # columns: with fewer, scales take what the values save
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one matrix [N, K] is stored.
+
+    Attributes:
+        values: what an entry is. int4: 0 to 15, meant as the difference from a zero point;
+            float4_e2m1fn: MXFP4's (OCP Microscaling Formats specification 1.0).
+        group: consecutive columns that share a scale; 0: all of a row.
+        rows: rows that share it.
+        terms: values an entry is the sum of; the second is for what the first leaves over.
+        zeros: groups have zero points of their own, of this dtype, in place of 8; of int4 only.
+        order: columns are sorted by group, and a product's other operand has to be as well.
+        scales: their dtype.
+    """
+
+    values: Values = "int8"
+    group: int = 0
+    rows: int = 1
+    terms: int = 1
+    zeros: Literal["", "uint8", "float32"] = ""
+    order: bool = False
+    scales: str = "float32"
+
+    @property
+    def bits(self) -> int:
+        """Of a value."""
+        return BITS[self.values]
+
+    @property
+    def storage(self) -> tuple[str, int]:
+        """What kinds that can serve each other's weights have in common."""
+        return self.values, self.terms
+
+    def fitted(self, columns: int) -> Layout | None:
+        """It with groups that divide so many columns; None: there are none."""
+        if self.bits == 4 and columns % 2:
+            return None
+        if self.values == "float4_e2m1fn":
+            return self if columns % self.group == 0 else None
+        group = self.group
+        while group and columns % group:
+            group = group // 2 if group > SMALLEST_GROUP else 0
+        rows = self.rows if group else 1
+        return (
+            None if self.group and not group else dataclasses.replace(self, group=group, rows=rows)
+        )
+
+    def describe(self) -> str:
+        """In words."""
+        block = f"{self.rows} x {self.group} blocks" if self.rows > 1 else f"groups of {self.group}"
+        extra = [
+            block if self.group else "one scale a row",
+            *(["two terms"] if self.terms == 2 else []),
+            *(["zero points"] if self.zeros else []),
+            *(["sorted columns"] if self.order else []),
+        ]
+        return f"{self.values}, {', '.join(extra)}"
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Layout:
+        """Raises ValueError for what is no layout."""
+        layout = Layout(**data)
+        sizes = (layout.group, layout.rows, layout.terms)
+        if layout.values not in BITS or any(type(size) is not int or size < 0 for size in sizes):
+            raise ValueError(f"layout {data} is not known")
+        return layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,56 +88,48 @@ class Kind:
     """How the weights of products are stored, and how they are multiplied.
 
     Attributes:
-        terms: values a weight is the sum of; the second is for what the first leaves over.
-        activations: how the other operand is rounded before a product: not at all, to 8 bits with
-            a scale a token (Dettmers et al. 2022, arXiv:2208.07339), or to two int8 terms.
+        layout: of every weight, as far as it fits; weights that were read so may have others of
+            the same storage.
+        activations: how the other operand is rounded before a product: not at all, to int8 or
+            float8 with a scale a token (Dettmers et al. 2022, arXiv:2208.07339), or to two int8
+            terms.
         platforms: of devices that it is served on.
         what: in words.
-        stored: of what type a value is.
-        block: outputs and inputs that share a scale, at most; `CHANNEL`: all inputs of one output.
-        vocabulary: whether the embedding and the head are stored so too.
+        vocabulary: whether the embedding and the head are rounded too; 4-bit kinds have 8 for them.
     """
 
-    terms: int
+    layout: Layout
     activations: Activations
     platforms: tuple[str, ...]
     what: str
-    stored: Stored = "int8"
-    block: tuple[int, int] = CHANNEL
     vocabulary: bool = True
 
     @property
     def products(self) -> int:
         """Products of one term with another that a product is made of."""
-        return self.terms * (2 if self.activations == "int8_pair" else 1)
+        return self.layout.terms * (2 if self.activations == "int8_pair" else 1)
 
     @property
     def dequantised(self) -> bool:
         """Whether XLA makes numbers of the weights to multiply with them."""
-        return self.activations == "as_given" or self.stored == "float8_e4m3fn"
-
-    @property
-    def storage(self) -> tuple[int, Stored, tuple[int, int], bool]:
-        """What two kinds agree on whose weights are stored alike."""
-        return self.terms, self.stored, self.block, self.vocabulary
+        return self.activations == "as_given" or self.layout.values != "int8"
 
 
 NONE, AUTO = "none", "auto"
+_PAIRS, _FLOAT8 = Layout(terms=2), Layout("float8_e4m3fn")
+_INT4, _MXFP4 = Layout("int4", 128, zeros="uint8"), Layout("float4_e2m1fn", 32, scales="bfloat16")
+_BLOCKS = Layout("float8_e4m3fn", 128, 128)
 _CPU, _ALL = ("cpu",), ("cpu", "cuda")
-_FLOAT8: Literal["float8_e4m3fn"] = "float8_e4m3fn"
 KINDS = {
-    "int8": Kind(1, "as_given", _ALL, "int8 weights; activations as they are"),
-    "w8a8": Kind(1, "int8", _ALL, "int8 weights and activations"),
-    "w8a8-hl": Kind(1, "int8_pair", _CPU, "int8 weights, activations in two int8 terms"),
-    "w16a16": Kind(2, "int8_pair", _CPU, "weights and activations in two int8 terms each"),
-    "int4": Kind(
-        1, "as_given", _ALL, "int4 weights in groups of up to 128", "int4", (1, 128), False
-    ),
-    "fp8": Kind(1, "as_given", _ALL, "float8 weights", _FLOAT8, CHANNEL, False),
-    "fp8-block": Kind(
-        1, "as_given", _ALL, "float8 weights in blocks of 128 × 128", _FLOAT8, (128, 128), False
-    ),
-    "w8a8-fp8": Kind(1, _FLOAT8, _ALL, "float8 weights and activations", _FLOAT8, CHANNEL, False),
+    "int8": Kind(Layout(), "as_given", _ALL, "int8 weights; activations as they are"),
+    "w8a8": Kind(Layout(), "int8", _ALL, "int8 weights and activations"),
+    "w8a8-hl": Kind(Layout(), "int8_pair", _CPU, "int8 weights, activations in two int8 terms"),
+    "w16a16": Kind(_PAIRS, "int8_pair", _CPU, "weights and activations in two int8 terms each"),
+    "int4": Kind(_INT4, "as_given", _ALL, "int4 weights in groups of up to 128"),
+    "mxfp4": Kind(_MXFP4, "as_given", _CPU, "4-bit floats in groups of 32"),
+    "fp8": Kind(_FLOAT8, "as_given", _ALL, "float8 weights", False),
+    "fp8-block": Kind(_BLOCKS, "as_given", _ALL, "float8 weights, 128 x 128 blocks", False),
+    "w8a8-fp8": Kind(_FLOAT8, "float8_e4m3fn", _ALL, "float8 weights and activations", False),
 }
 # By platform, as measured (docs/quantisation.md): the fastest whose answers stay close.
 _AUTO = {"cpu": "w8a8-hl"}
@@ -74,6 +139,11 @@ def check_name(name: str | None) -> None:
     """Raise ValueError for a name that is no kind, none or auto."""
     if name is not None and name not in (NONE, AUTO, *KINDS):
         raise ValueError(f"quantization is {name!r}; choose {NONE}, {AUTO}, {', '.join(KINDS)}")
+
+
+def alike(one: str, other: str) -> bool:
+    """Whether weights that are stored in one kind can be served in the other."""
+    return KINDS[one].layout.storage == KINDS[other].layout.storage
 
 
 def choose(asked: str | None, stored: str, platform: str) -> str:
@@ -86,8 +156,8 @@ def choose(asked: str | None, stored: str, platform: str) -> str:
         asked = stored
     elif asked == AUTO:
         asked = _AUTO.get(platform, NONE)
-    if stored != NONE and (asked == NONE or KINDS[asked].storage != KINDS[stored].storage):
-        same = [name for name, kind in KINDS.items() if kind.storage == KINDS[stored].storage]
+    if stored != NONE and (asked == NONE or not alike(asked, stored)):
+        same = [name for name in KINDS if alike(name, stored)]
         raise ValueError(
             f"quantization is {asked!r}, but the checkpoint's weights are stored as {stored}, "
             f"which can be served as {' or '.join(same)}; for others, take the original checkpoint"

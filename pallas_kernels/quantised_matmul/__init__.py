@@ -32,24 +32,29 @@ def quantised_matmul(
     add what several found takes a launch more. Raises ValueError for a weight whose parts do not
     fit each other, or x, and by kernels for what they do not multiply.
     """
-    interpret = implementation.endswith("_interpreted")
-    _check(x, weight, kernel=not interpret and implementation != "reference")
+    _check(x, weight, implementation)
     out_dtype = out_dtype or x.dtype
     if implementation == "reference":
         return reference.quantised_matmul(x, weight, out_dtype=out_dtype)
-    how: dict[str, Any] = {"out_dtype": out_dtype, "interpret": interpret}
+    how: dict[str, Any] = {
+        "out_dtype": out_dtype,
+        "interpret": implementation.endswith("_interpreted"),
+    }
     if isinstance(weight, QuantisedWeight) and _by_mosaic(x, weight, implementation):
         return mosaic.quantised_matmul(x, weight, **how)
     return triton.quantised_matmul(x, weight, splits=splits, **how)
 
 
-def _check(x: Array, weight: Any, kernel: bool) -> None:
+def _check(x: Array, weight: Any, implementation: Implementation) -> None:
     """Raise ValueError for what does not fit each other, and what a kernel does not multiply."""
     if isinstance(weight, QuantisedWeight):
         weight.check()
     if len(weight.shape) != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"weight: a matrix {list(weight.shape)} for x of {list(x.shape)}")
-    if kernel and (why := problem(weight, x.dtype)):
+    read = not isinstance(weight, QuantisedWeight) or weight.integral
+    if implementation == "reference" or (implementation.endswith("_interpreted") and read):
+        return
+    if why := problem(weight, x.dtype):
         raise ValueError(f"weight: {why}")
 
 
@@ -68,7 +73,7 @@ def matmul_in_parts(
     columns: whatever takes the product can add them, and spare a launch."""
     if implementation != "reference":
         interpret = implementation.endswith("_interpreted")
-        _check(x, weight, kernel=not interpret)
+        _check(x, weight, implementation)
         if not _by_mosaic(x, weight, implementation):
             return triton.matmul_in_parts(x, weight, interpret=interpret)
     how: dict[str, Any] = {"implementation": implementation, "out_dtype": jnp.float32}

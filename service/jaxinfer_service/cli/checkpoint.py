@@ -148,7 +148,7 @@ def inspect(
             del fields["tensors"]
         if device_memory is not None:
             fields["device"] = device_fit(
-                info.config, info.dtype, device_memory, info.quantization
+                info.config, info.dtype, device_memory, info.quantization, info.layouts
             ).to_json()
         typer.echo(json.dumps(fields, indent=1))
         return
