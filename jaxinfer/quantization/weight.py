@@ -21,6 +21,7 @@ from pallas_kernels.quantised_matmul import (
     Implementation,
     QuantisedWeight,
     dequantise,
+    matmul_in_parts,
     quantised_matmul,
 )
 from pallas_kernels.quantised_matmul.activations import PAIR
@@ -148,25 +149,35 @@ class Heard:
 def multiply(x: Float[Array, "T K"], weight: Quantised, out_dtype: Any) -> Float[Array, "T N"]:
     """x times the transposed matrix that the weight stands for, over its flat outputs."""
     body, mesh = weight.multiplier.body, weight.multiplier.mesh
-
-    def own(x: Array, weight: Quantised) -> Array:
-        products = [
-            quantised_matmul(x, term, implementation=body, out_dtype=jnp.float32)
-            for term in weight.terms
-        ]
-        return sum(products[1:], start=products[0]).astype(out_dtype)
-
     if body == "reference" or mesh is None:
-        return own(x, weight)
+        return multiply_own(x, weight, out_dtype)
     # Kernels are opaque to the compiler's partitioner.
     outputs, inputs = partition_spec((weight.axes[0], weight.axes[-weight.inputs]))
 
     def part(x: Array, weight: Quantised) -> Array:
-        product = own(x, weight)
+        product = multiply_own(x, weight, out_dtype)
         return product if inputs is None else lax.psum(product, inputs)
 
     specs = (PartitionSpec(None, inputs), weight.placed())
     return on_each_device(part, mesh, specs, PartitionSpec(None, outputs))(x, weight)
+
+
+def multiply_own(x: Float[Array, "T K"], weight: Quantised, out_dtype: Any) -> Float[Array, "T N"]:
+    """`multiply` on one device, for its part of the weight."""
+    terms, body = weight.terms, weight.multiplier.body
+    if len(terms) == 1:
+        return quantised_matmul(x, terms[0], implementation=body, out_dtype=out_dtype)
+    products = [
+        quantised_matmul(x, term, implementation=body, out_dtype=jnp.float32) for term in terms
+    ]
+    return sum(products[1:], start=products[0]).astype(out_dtype)
+
+
+def multiply_in_parts(x: Float[Array, "T K"], weight: Quantised) -> Float[Array, "P T N"]:
+    """`multiply_own` as float32 parts that add up, for a kernel that adds them."""
+    if len(weight.terms) > 1:
+        return multiply_own(x, weight, jnp.float32)[None]
+    return matmul_in_parts(x, weight.terms[0], implementation=weight.multiplier.body)
 
 
 def rows_of(table: Quantised, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
