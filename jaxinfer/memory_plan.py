@@ -130,7 +130,7 @@ def widest_activation(model: ModelConfig, ways: int = 1) -> int:
 
 def state_bytes(model: ModelConfig, config: EngineConfig, max_model_len: int) -> int:
     """Bytes of what is kept for every slot. Makes no array."""
-    groups = kv_groups(model, 1, config.page_size, config.kv_dtype or config.dtype)
+    groups = kv_groups(model, 1, config.page_size, config.pages)
     widths = (pages_for(max_model_len, config.page_size),) * len(groups)
     slots = config.max_num_seqs
     state = jax.eval_shape(
@@ -155,7 +155,7 @@ def plan_memory(
 
     With tensor parallelism the figures are of one device, over which heads are divided.
     """
-    kv_dtype = config.kv_dtype or config.dtype
+    kv_dtype = config.pages
     total, limit = device_memory(device)
     usable = min(int(total * config.memory_utilization), limit)
     if device.platform == "cpu":  # others use the host too; what is loaded is taken already

@@ -10,7 +10,7 @@ import typer
 from jaxinfer.config import EngineConfig
 from jaxinfer.presets import PRESETS, preset_values
 from jaxinfer.quantization.kinds import AUTO, KINDS, NONE
-from jaxinfer_service.cli.options import given, parse_count, parse_size, stored_dtype
+from jaxinfer_service.cli.options import given, parse_count, parse_size
 
 _MEMORY, _ENGINE, _SCHEDULING = "Memory", "Engine", "Scheduling"
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
@@ -94,8 +94,9 @@ KvCacheDtype = Annotated[
     str | None,
     typer.Option(
         metavar="DTYPE",
-        help="Of the KV pool: float32, bfloat16 or float16.",
-        show_default="as --dtype",
+        help="Of the KV pool: auto (as --dtype), float32, bfloat16, float16, or with a scale for "
+        "every token and head int8 or fp8 (fp8_e4m3).",
+        show_default="auto",
         rich_help_panel=_MEMORY,
     ),
 ]
@@ -270,7 +271,7 @@ def engine_config(
     """
     values = given(
         kv_pool_bytes=kv_cache_memory,
-        kv_dtype=stored_dtype(kv_cache_dtype),
+        kv_dtype=kv_cache_dtype,
         memory_utilization=gpu_memory_utilization,
         tpot_target_ms=tpot_target_ms,
         **fields,
