@@ -54,7 +54,7 @@ class Vocabulary:
         self.special_token_ids = [*special, self.eos_token_id]
 
     def __call__(self, text: Any) -> list[int]:
-        raise NotImplementedError("nothing here is forced, so nothing is to be encoded")
+        raise RuntimeError("nothing here is forced, so nothing is to be encoded")
 
 
 class Worker:

@@ -207,9 +207,7 @@ async def test_what_cannot_be_is_named_over_http():
 
 
 def options(**given):
-    forms = dict.fromkeys(("json_schema", "regex", "choice", "grammar")) | {"json_object": False}
-    rules = dict.fromkeys(("min_tokens", "allowed_token_ids", "bad_word"))
-    return rule_options.rules(**rules | forms | given)
+    return rule_options.RuleOptions(**given).params()
 
 
 def test_options_of_the_command_line(tmp_path):

@@ -27,10 +27,10 @@ from jaxinfer.bench.options import (
     SyntheticOutputLen,
     dataset_name,
     lengths,
-    takes_engine_options,
     with_context,
 )
 from jaxinfer.bench.workload import WorkItem, make_workload
+from jaxinfer.option_groups import takes_groups
 
 __all__ = [  # for commands that are added elsewhere
     "DatasetName",
@@ -52,7 +52,7 @@ app = typer.Typer(
 
 
 @app.command()
-@takes_engine_options
+@takes_groups
 def throughput(
     model: Model,
     engine: EngineOptions,
@@ -89,7 +89,7 @@ def throughput(
 
 
 @app.command()
-@takes_engine_options
+@takes_groups
 def latency(
     model: Model,
     engine: EngineOptions,
@@ -126,7 +126,7 @@ def latency(
 
 
 @app.command()
-@takes_engine_options
+@takes_groups
 def steps(
     engine: EngineOptions,
     model: Annotated[

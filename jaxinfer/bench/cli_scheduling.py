@@ -24,18 +24,18 @@ from jaxinfer.bench.options import (
     SyntheticOutputLen,
     dataset_name,
     lengths,
-    takes_engine_options,
     with_context,
 )
 from jaxinfer.bench.report import Report
 from jaxinfer.bench.workload import WorkItem, make_workload
+from jaxinfer.option_groups import takes_groups
 
 PrefixLen = Annotated[
     int, typer.Option(min=0, help="Tokens that all prompts begin with, besides their own.")
 ]
 
 
-@takes_engine_options
+@takes_groups
 def ladder(
     model: Model,
     engine: EngineOptions,
@@ -144,7 +144,7 @@ def _batching_rows(found: dict[str, Any]) -> list[tuple[str, Any]]:
     ]
 
 
-@takes_engine_options
+@takes_groups
 def prefix(
     model: Model,
     engine: EngineOptions,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
@@ -74,7 +71,6 @@ class EngineOptions:
     kv_cache_memory: Annotated[
         int | None, typer.Option(help="Bytes of the KV pool; default: as for serving.")
     ] = None
-
     kv_cache_dtype: Annotated[
         str | None,
         typer.Option(help=f"Of the KV pool: {', '.join(PAGE_NAMES)}; default: as --dtype."),
@@ -104,28 +100,6 @@ class EngineOptions:
                 return setup.start(model, fields, self.dtype, progress)
             except ValueError as error:
                 raise typer.BadParameter(str(error)) from error
-
-
-def takes_engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command that has a parameter `engine` the options of `EngineOptions` in its place."""
-
-    @functools.wraps(command)
-    def run(**given: Any) -> None:
-        options = {name: given.pop(name) for name in own}
-        command(engine=EngineOptions(**options), **given)
-
-    own = inspect.signature(EngineOptions).parameters
-    hints = get_type_hints(EngineOptions, include_extras=True)
-    hints |= get_type_hints(command, include_extras=True)
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        parameters += own.values() if name == "engine" else [parameter]
-    parameters = [
-        p.replace(annotation=hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters
-    ]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    return run
 
 
 def lengths(dataset: str, input_len: int | None, output_len: int | None) -> tuple[int, int]:

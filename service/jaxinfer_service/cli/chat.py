@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxinfer_service.cli import console, options, sampling_options
+from jaxinfer.option_groups import takes_groups
+from jaxinfer_service.cli import console, sampling_options
 from jaxinfer_service.cli.remote import LOCAL, Server, require_serving, said
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 
+@takes_groups
 def chat(
     server: Server = LOCAL,
     model: Annotated[
@@ -26,35 +28,20 @@ def chat(
     system: Annotated[
         str | None, typer.Option(help="A system message to begin with.", show_default=False)
     ] = None,
-    temperature: sampling_options.Temperature = None,
-    top_p: sampling_options.TopP = None,
-    top_k: sampling_options.TopK = None,
-    min_p: sampling_options.MinP = None,
-    repetition_penalty: sampling_options.RepetitionPenalty = None,
-    seed: sampling_options.Seed = None,
-    max_new_tokens: sampling_options.MaxNewTokens = None,
     priority: sampling_options.Priority = 0,
     tenant: sampling_options.Tenant = "",
+    *,
+    sampling: sampling_options.SamplingOptions,
 ) -> None:
     """Chat with a server; answers stream. Works piped too: each line of input is a message."""
     from jaxinfer_service.client import Client
 
-    sampling = options.given(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        max_new_tokens=max_new_tokens,
-        priority=priority,
-        tenant=tenant,
-    )
+    params = sampling.params() | {"priority": priority, "tenant": tenant}
     with Client(server) as client:
         require_serving(client)
-        if temperature is None and not _has_temperature(client):
-            sampling["temperature"] = 0.7
-        conversation = Conversation(client, model, system, sampling)
+        if "temperature" not in params and not _has_temperature(client):
+            params["temperature"] = 0.7
+        conversation = Conversation(client, model, system, params)
         interactive = sys.stdin.isatty()
         if interactive:
             typer.echo(_HELP, err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +11,7 @@ import typer
 from jaxinfer.config import EngineConfig
 from jaxinfer.presets import PRESETS, preset_values
 from jaxinfer.quantization.kinds import AUTO, KINDS, NONE
-from jaxinfer_service.cli.options import given, parse_count, parse_size
+from jaxinfer_service.cli.options import Dtype, given, parse_count, parse_size, stored_dtype
 
 _MEMORY, _ENGINE, _SCHEDULING = "Memory", "Engine", "Scheduling"
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
@@ -47,6 +48,15 @@ MaxNumSeqs = Annotated[
         metavar="N",
         help="Sequences that run at once.",
         show_default=engine_default("max_num_seqs"),
+        rich_help_panel=_ENGINE,
+    ),
+]
+MaxNumSeqsOffline = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_count,
+        metavar="N",
+        help="Sequences that run at once.",
         rich_help_panel=_ENGINE,
     ),
 ]
@@ -254,38 +264,85 @@ MaxQueuedTokens = Annotated[
 ]
 
 
-def engine_config(
-    preset: str | None = None,
-    *,
-    kv_cache_memory: int | None = None,
-    kv_cache_dtype: str | None = None,
-    kv_offload_gib: float | None = None,
-    gpu_memory_utilization: float | None = None,
-    tenant_weight: list[str] | None = None,
-    tpot_target_ms: float | None = None,
-    **fields: Any,
-) -> EngineConfig:
-    """The engine's configuration: what was given (is not None), a preset's values, the defaults.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """The engine that a command builds, with or without a server in front."""
 
-    `fields` are fields of `EngineConfig` by their own names.
-    """
-    values = given(
-        kv_pool_bytes=kv_cache_memory,
-        kv_dtype=kv_cache_dtype,
-        memory_utilization=gpu_memory_utilization,
-        tpot_target_ms=tpot_target_ms,
-        **fields,
-    )
-    if tpot_target_ms == 0:
-        values["tpot_target_ms"] = None
-    try:
-        if kv_offload_gib is not None:
-            values["kv_offload_bytes"] = int(kv_offload_gib * 2**30)
-        if tenant_weight:
-            values["tenant_weights"] = _tenant_weights(tenant_weight)
-        return EngineConfig(**(preset_values(preset) if preset else {}) | values)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    dtype: Dtype = None
+    quantization: Quantization = None
+    max_model_len: MaxModelLen = None
+    max_num_seqs: MaxNumSeqs = None
+    max_num_batched_tokens: MaxNumBatchedTokens = None
+    tensor_parallel_size: TensorParallelSize = None
+    deterministic: Deterministic = None
+    kv_cache_memory: KvCacheMemory = None
+    kv_cache_dtype: KvCacheDtype = None
+    gpu_memory_utilization: GpuMemoryUtilization = None
+    prefix_cache: PrefixCache = None
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """What weights are converted to; None: they stay as stored."""
+        return stored_dtype(self.dtype)
+
+    def config(self) -> EngineConfig:
+        """What was given, a preset's values, the defaults. Raises typer.BadParameter."""
+        try:
+            return EngineConfig(**self._preset_values() | self._values())
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    def _preset_values(self) -> dict[str, Any]:
+        return {}
+
+    def _values(self) -> dict[str, Any]:
+        """Fields of `EngineConfig` that were given: those of other names, and the rest."""
+        options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        own = {name: value for name, value in options.items() if name in _DEFAULTS}
+        del own["dtype"]
+        return given(
+            kv_pool_bytes=self.kv_cache_memory,
+            kv_dtype=self.kv_cache_dtype,
+            memory_utilization=self.gpu_memory_utilization,
+            **own,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresetEngineOptions(EngineOptions):
+    """An engine whose values a preset may set."""
+
+    preset: Preset = None
+
+    def _preset_values(self) -> dict[str, Any]:
+        return preset_values(self.preset) if self.preset else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingOptions(PresetEngineOptions):
+    """An engine that many callers share."""
+
+    overlap: Overlap = None
+    page_size: PageSize = None
+    kv_watermark: KvWatermark = None
+    kv_offload_gib: KvOffloadGib = None
+    max_queued_requests: MaxQueuedRequests = None
+    max_queued_tokens: MaxQueuedTokens = None
+    tpot_target_ms: TpotTargetMs = None
+    priority_ageing: PriorityAgeing = None
+    batch_priority: BatchPriority = None
+    interactive_reserve: InteractiveReserve = None
+    tenant_weight: TenantWeight = None
+
+    def _values(self) -> dict[str, Any]:
+        values = PresetEngineOptions._values(self)
+        if self.tpot_target_ms == 0:
+            values["tpot_target_ms"] = None
+        if self.kv_offload_gib is not None:
+            values["kv_offload_bytes"] = int(self.kv_offload_gib * 2**30)
+        if self.tenant_weight:
+            values["tenant_weights"] = _tenant_weights(self.tenant_weight)
+        return values
 
 
 def _tenant_weights(pairs: list[str]) -> tuple[tuple[str, float], ...]:

@@ -6,10 +6,12 @@ import dataclasses
 import json
 import sys
 import textwrap
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxinfer.option_groups import takes_groups
 from jaxinfer_service.cli import (
     console,
     engine_options,
@@ -26,6 +28,14 @@ if TYPE_CHECKING:
     from jaxinfer.request import TokenLogprobs
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Engine(engine_options.EngineOptions):
+    """An engine for few prompts."""
+
+    max_num_seqs: engine_options.MaxNumSeqsOffline = 8
+
+
+@takes_groups
 def generate(
     model: options.Model,
     prompt: Annotated[
@@ -41,116 +51,29 @@ def generate(
             "--json", help="One JSON object a prompt: ids, text, finish reason, timing, ..."
         ),
     ] = False,
-    temperature: sampling_options.Temperature = None,
-    top_p: sampling_options.TopP = None,
-    top_k: sampling_options.TopK = None,
-    min_p: sampling_options.MinP = None,
-    repetition_penalty: sampling_options.RepetitionPenalty = None,
-    presence_penalty: sampling_options.PresencePenalty = None,
-    frequency_penalty: sampling_options.FrequencyPenalty = None,
-    seed: sampling_options.Seed = None,
-    max_new_tokens: sampling_options.MaxNewTokens = None,
-    stop: sampling_options.Stop = None,
-    ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos", help="Go on after the model's end token.", rich_help_panel="Sampling"
-        ),
-    ] = False,
-    stop_token_id: sampling_options.StopTokenIds = None,
-    include_stop: sampling_options.IncludeStop = None,
-    skip_special_tokens: sampling_options.SkipSpecialTokens = None,
-    logprobs: sampling_options.Logprobs = None,
-    prompt_logprobs: sampling_options.PromptLogprobs = None,
-    truncate_prompt_tokens: sampling_options.TruncatePromptTokens = None,
     add_special_tokens: sampling_options.AddSpecialTokens = True,
-    n: sampling_options.Samples = 1,
-    min_tokens: rule_options.MinTokens = None,
-    allowed_token_ids: rule_options.AllowedTokenIds = None,
-    bad_word: rule_options.BadWord = None,
-    json_schema: rule_options.JsonSchema = None,
-    json_object: rule_options.JsonObject = False,
-    regex: rule_options.Regex = None,
-    choice: rule_options.Choice = None,
-    grammar: rule_options.Grammar = None,
-    dtype: options.Dtype = None,
-    quantization: engine_options.Quantization = None,
-    chat_template: text_options.ChatTemplate = None,
-    generation_config: text_options.GenerationConfig = "auto",
-    override_generation_config: text_options.OverrideGenerationConfig = None,
-    max_model_len: engine_options.MaxModelLen = None,
-    max_num_seqs: Annotated[
-        int,
-        typer.Option(
-            parser=options.parse_count,
-            metavar="N",
-            help="Sequences that run at once.",
-            rich_help_panel="Engine",
-        ),
-    ] = 8,
-    max_num_batched_tokens: engine_options.MaxNumBatchedTokens = None,
-    tensor_parallel_size: engine_options.TensorParallelSize = None,
-    deterministic: engine_options.Deterministic = None,
-    kv_cache_memory: engine_options.KvCacheMemory = None,
-    gpu_memory_utilization: engine_options.GpuMemoryUtilization = None,
-    prefix_cache: engine_options.PrefixCache = None,
+    *,
+    sampling: sampling_options.OfflineSamplingOptions,
+    rules: rule_options.RuleOptions,
+    engine: _Engine,
+    text: text_options.ModelTextOptions,
     log_level: options.LogLevel = "warning",
     log_format: options.LogFormat = "text",
 ) -> None:
     """Continue prompts in this process, without a server; the text streams to stdout."""
     console.set_up_logging(log_level, log_format)
-    _check_printed(as_json, logprobs, prompt_logprobs)
-    params = options.given(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        max_new_tokens=max_new_tokens,
-        stop=tuple(stop) if stop else None,
-        ignore_eos=ignore_eos,
-        stop_token_ids=tuple(stop_token_id) if stop_token_id else None,
-        include_stop=include_stop,
-        skip_special_tokens=skip_special_tokens,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        truncate_prompt_tokens=truncate_prompt_tokens,
-        n=n,
-    ) | rule_options.rules(
-        min_tokens,
-        allowed_token_ids,
-        bad_word,
-        json_schema=json_schema,
-        json_object=json_object,
-        regex=regex,
-        choice=choice,
-        grammar=grammar,
-    )
-    config = engine_options.engine_config(
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_cache_memory=kv_cache_memory,
-        gpu_memory_utilization=gpu_memory_utilization,
-        tensor_parallel_size=tensor_parallel_size,
-        deterministic=deterministic,
-        quantization=quantization,
-        prefix_cache=prefix_cache,
-    )
-    prompts = [_prompt(text, chat) for text in prompt]
+    _check_printed(as_json, sampling.logprobs, sampling.prompt_logprobs)
+    params = sampling.params() | rules.params()
+    config = engine.config()
+    prompts = [_prompt(asked, chat) for asked in prompt]
     try:
         with console.progress(announce=True) as progress:
             llm = _open(
                 model,
                 config,
-                dtype=options.stored_dtype(dtype),
+                dtype=engine.stored_dtype,
                 progress=progress,
-                chat_template=chat_template,
-                generation_config=generation_config,
-                override_generation_config=override_generation_config,
+                **dataclasses.asdict(text),
             )
         if "temperature" not in llm.default_sampling.fields:
             params.setdefault("temperature", 0.0)  # greedy, where the model does not say

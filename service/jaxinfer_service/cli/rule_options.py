@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from jaxinfer.structured import StructuredOutput
+from jaxinfer_service.cli import options
 
 _PANEL = "Rules"
 
@@ -59,20 +61,49 @@ Grammar = Annotated[
 ]
 
 
-def rules(
-    min_tokens: int | None,
-    allowed_token_ids: str | None,
-    bad_word: list[str] | None,
-    **forms: Any,
-) -> dict[str, Any]:
-    """The sampling parameters that were given. Raises BadParameter."""
-    given = {
-        "min_tokens": min_tokens,
-        "allowed_token_ids": None if allowed_token_ids is None else _ids(allowed_token_ids),
-        "bad_words": tuple(bad_word) if bad_word else None,
-        "structured": _structure(**forms),
-    }
-    return {name: value for name, value in given.items() if value is not None}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleOptions:
+    """Which tokens may come, and the form of the output."""
+
+    min_tokens: MinTokens = None
+    allowed_token_ids: AllowedTokenIds = None
+    bad_word: BadWord = None
+    json_schema: JsonSchema = None
+    json_object: JsonObject = False
+    regex: Regex = None
+    choice: Choice = None
+    grammar: Grammar = None
+
+    def params(self) -> dict[str, Any]:
+        """The sampling parameters that were given. Raises typer.BadParameter."""
+        ids = self.allowed_token_ids
+        return options.given(
+            min_tokens=self.min_tokens,
+            allowed_token_ids=None if ids is None else _ids(ids),
+            bad_words=tuple(self.bad_word) if self.bad_word else None,
+            structured=self._structure(),
+        )
+
+    def _structure(self) -> StructuredOutput | None:
+        given = {
+            "--json-schema": self.json_schema is not None,
+            "--json-object": self.json_object,
+            "--regex": self.regex is not None,
+            "--choice": bool(self.choice),
+            "--grammar": self.grammar is not None,
+        }
+        named = [name for name, is_given in given.items() if is_given]
+        if len(named) > 1:
+            raise typer.BadParameter(f"{' and '.join(named)} are given; an output has one form")
+        if self.json_schema is not None:
+            return StructuredOutput.json_schema(_schema(self.json_schema))
+        if self.json_object:
+            return StructuredOutput.json_object()
+        if self.regex is not None:
+            return StructuredOutput.regex(self.regex)
+        if self.choice:
+            return StructuredOutput.choice(self.choice)
+        return None if self.grammar is None else StructuredOutput.grammar(_text(self.grammar))
 
 
 def _ids(text: str) -> tuple[int, ...]:
@@ -82,34 +113,6 @@ def _ids(text: str) -> tuple[int, ...]:
         raise typer.BadParameter(
             f"--allowed-token-ids {text}: give token ids with commas between them"
         ) from error
-
-
-def _structure(
-    json_schema: str | None,
-    json_object: bool,
-    regex: str | None,
-    choice: list[str] | None,
-    grammar: Path | None,
-) -> StructuredOutput | None:
-    given = {
-        "--json-schema": json_schema is not None,
-        "--json-object": json_object,
-        "--regex": regex is not None,
-        "--choice": bool(choice),
-        "--grammar": grammar is not None,
-    }
-    named = [name for name, is_given in given.items() if is_given]
-    if len(named) > 1:
-        raise typer.BadParameter(f"{' and '.join(named)} are given; an output has one form")
-    if json_schema is not None:
-        return StructuredOutput.json_schema(_schema(json_schema))
-    if json_object:
-        return StructuredOutput.json_object()
-    if regex is not None:
-        return StructuredOutput.regex(regex)
-    if choice:
-        return StructuredOutput.choice(choice)
-    return None if grammar is None else StructuredOutput.grammar(_text(grammar))
 
 
 def _schema(given: str) -> str:

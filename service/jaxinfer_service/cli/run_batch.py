@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from jaxinfer.option_groups import takes_groups
 from jaxinfer_service.cli import console, engine_options, options, text_options
 from jaxinfer_service.cli.serve import Source, open_model
 from jaxinfer_service.command import unwinding
@@ -20,6 +22,14 @@ if TYPE_CHECKING:
 _AT_ONCE = 2  # requests asked for each slot: the next ones wait where the engine sees them
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Engine(engine_options.PresetEngineOptions):
+    """An engine that nobody waits at."""
+
+    preset: engine_options.Preset = "batch"
+
+
+@takes_groups
 def run_batch(
     requests: Annotated[
         Path,
@@ -52,55 +62,22 @@ def run_batch(
         int | None,
         typer.Option(min=1, metavar="N", help="Requests at a time. Default: two a slot."),
     ] = None,
-    dtype: options.Dtype = None,
-    quantization: engine_options.Quantization = None,
-    chat_template: text_options.ChatTemplate = None,
-    generation_config: text_options.GenerationConfig = "auto",
-    override_generation_config: text_options.OverrideGenerationConfig = None,
-    tool_call_parser: text_options.ToolCallParser = "auto",
-    reasoning_parser: text_options.ReasoningParser = "auto",
-    preset: engine_options.Preset = "batch",
-    max_model_len: engine_options.MaxModelLen = None,
-    max_num_seqs: engine_options.MaxNumSeqs = None,
-    max_num_batched_tokens: engine_options.MaxNumBatchedTokens = None,
-    tensor_parallel_size: engine_options.TensorParallelSize = None,
-    deterministic: engine_options.Deterministic = None,
-    kv_cache_memory: engine_options.KvCacheMemory = None,
-    kv_cache_dtype: engine_options.KvCacheDtype = None,
-    gpu_memory_utilization: engine_options.GpuMemoryUtilization = None,
-    prefix_cache: engine_options.PrefixCache = None,
+    *,
+    engine: _Engine,
+    text: text_options.ReplyOptions,
     log_level: options.LogLevel = "warning",
     log_format: options.LogFormat = "text",
 ) -> None:
     """Answer a file of requests. Interrupted, it goes on where it was when it is run again."""
     console.set_up_logging(log_level, log_format)
-    from jaxinfer.generation import TextOptions
     from jaxinfer_service.batch import BatchError, Journal, read_requests
 
-    engine = engine_options.engine_config(
-        preset,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        tensor_parallel_size=tensor_parallel_size,
-        deterministic=deterministic,
-        quantization=quantization,
-        kv_cache_memory=kv_cache_memory,
-        kv_cache_dtype=kv_cache_dtype,
-        gpu_memory_utilization=gpu_memory_utilization,
-        prefix_cache=prefix_cache,
-    )
-    names = served_model_name or [Path(model).name or model]
     try:
         lines = read_requests(requests)
         with Journal(answers, lines) as journal:
             if len(journal.answered) < len(lines):
-                text = TextOptions.read(
-                    chat_template, generation_config, override_generation_config
-                )
-                stored, parsers = options.stored_dtype(dtype), (tool_call_parser, reasoning_parser)
-                source = Source(model, names, stored, engine, preset or "", text, parsers)
-                at_once = concurrency or _AT_ONCE * engine.max_num_seqs
+                source = Source.of(model, served_model_name, engine, text)
+                at_once = concurrency or _AT_ONCE * source.engine.max_num_seqs
                 with unwinding(lambda: _state(journal, lines)):
                     opened = open_model(source)
                     asyncio.run(_run(opened, requests, lines, journal, at_once))

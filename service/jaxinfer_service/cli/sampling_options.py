@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
 
 from jaxinfer.request import MAX_PRIORITY, MAX_SAMPLES
+from jaxinfer_service.cli import options
 
 _SAMPLING, _SCHEDULING = "Sampling", "Scheduling"
 
@@ -72,6 +75,12 @@ Stop = Annotated[
     list[str] | None,
     typer.Option(
         metavar="TEXT", help="A string that ends the output; repeatable.", rich_help_panel=_SAMPLING
+    ),
+]
+IgnoreEos = Annotated[
+    bool,
+    typer.Option(
+        "--ignore-eos", help="Go on after the model's end token.", rich_help_panel=_SAMPLING
     ),
 ]
 StopTokenIds = Annotated[
@@ -159,3 +168,46 @@ Tenant = Annotated[
         rich_help_panel=_SCHEDULING,
     ),
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen and when an answer ends."""
+
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    min_p: MinP = None
+    repetition_penalty: RepetitionPenalty = None
+    presence_penalty: PresencePenalty = None
+    frequency_penalty: FrequencyPenalty = None
+    seed: Seed = None
+    max_new_tokens: MaxNewTokens = None
+    stop: Stop = None
+
+    def params(self) -> dict[str, Any]:
+        """The sampling parameters that were given, by their names."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return options.given(
+            **{n: (tuple(v) or None) if isinstance(v, list) else v for n, v in values.items()}
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineSamplingOptions(SamplingOptions):
+    """The same, and what `generate` returns of it."""
+
+    ignore_eos: IgnoreEos = False
+    stop_token_id: StopTokenIds = None
+    include_stop: IncludeStop = None
+    skip_special_tokens: SkipSpecialTokens = None
+    logprobs: Logprobs = None
+    prompt_logprobs: PromptLogprobs = None
+    truncate_prompt_tokens: TruncatePromptTokens = None
+    n: Samples = 1
+
+    def params(self) -> dict[str, Any]:
+        values = SamplingOptions.params(self)
+        if "stop_token_id" in values:
+            values["stop_token_ids"] = values.pop("stop_token_id")
+        return values

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.option_groups import takes_groups
 from jaxinfer_service.cli import console, engine_options, options, text_options
 from jaxinfer_service.cli.config_file import ConfigFile
 
@@ -30,6 +31,7 @@ _SERVER = "Server"
 ENGINE_FAILED = 3  # the exit code of a server whose engine ended by itself
 
 
+@takes_groups
 def serve(
     model: options.Model,
     host: Annotated[
@@ -124,75 +126,21 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = 60.0,
-    dtype: options.Dtype = None,
-    quantization: engine_options.Quantization = None,
-    chat_template: text_options.ChatTemplate = None,
-    generation_config: text_options.GenerationConfig = "auto",
-    override_generation_config: text_options.OverrideGenerationConfig = None,
-    tool_call_parser: text_options.ToolCallParser = "auto",
-    reasoning_parser: text_options.ReasoningParser = "auto",
-    preset: engine_options.Preset = None,
-    max_model_len: engine_options.MaxModelLen = None,
-    max_num_seqs: engine_options.MaxNumSeqs = None,
-    max_num_batched_tokens: engine_options.MaxNumBatchedTokens = None,
-    tensor_parallel_size: engine_options.TensorParallelSize = None,
-    overlap: engine_options.Overlap = None,
-    deterministic: engine_options.Deterministic = None,
-    kv_cache_memory: engine_options.KvCacheMemory = None,
-    kv_cache_dtype: engine_options.KvCacheDtype = None,
-    gpu_memory_utilization: engine_options.GpuMemoryUtilization = None,
-    page_size: engine_options.PageSize = None,
-    prefix_cache: engine_options.PrefixCache = None,
-    kv_watermark: engine_options.KvWatermark = None,
-    kv_offload_gib: engine_options.KvOffloadGib = None,
-    max_queued_requests: engine_options.MaxQueuedRequests = None,
-    max_queued_tokens: engine_options.MaxQueuedTokens = None,
-    tpot_target_ms: engine_options.TpotTargetMs = None,
-    priority_ageing: engine_options.PriorityAgeing = None,
-    batch_priority: engine_options.BatchPriority = None,
-    interactive_reserve: engine_options.InteractiveReserve = None,
-    tenant_weight: engine_options.TenantWeight = None,
+    *,
+    engine: engine_options.ServingOptions,
+    text: text_options.ReplyOptions,
     log_level: options.LogLevel = "info",
     log_format: options.LogFormat = "text",
     config_file: ConfigFile = None,
 ) -> None:
     """Serve MODEL over gRPC and HTTP (OpenAI's API) until SIGTERM or Ctrl-C."""
     console.set_up_logging(log_level, log_format)
-    from jaxinfer.generation import TextOptions
     from jaxinfer_service.access import Access
     from jaxinfer_service.http.origins import read_origins
     from jaxinfer_service.server import EngineFailedError, ServerConfig
 
-    engine = engine_options.engine_config(
-        preset,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        tensor_parallel_size=tensor_parallel_size,
-        overlap=overlap,
-        deterministic=deterministic,
-        quantization=quantization,
-        kv_cache_memory=kv_cache_memory,
-        kv_cache_dtype=kv_cache_dtype,
-        gpu_memory_utilization=gpu_memory_utilization,
-        page_size=page_size,
-        prefix_cache=prefix_cache,
-        kv_watermark=kv_watermark,
-        kv_offload_gib=kv_offload_gib,
-        max_queued_requests=max_queued_requests,
-        max_queued_tokens=max_queued_tokens,
-        tpot_target_ms=tpot_target_ms,
-        priority_ageing=priority_ageing,
-        batch_priority=batch_priority,
-        interactive_reserve=interactive_reserve,
-        tenant_weight=tenant_weight,
-    )
-    names = served_model_name or [Path(model).name or model]
     try:
-        text = TextOptions.read(chat_template, generation_config, override_generation_config)
-        parsers = (tool_call_parser, reasoning_parser)
-        stored = options.stored_dtype(dtype)
-        source = Source(model, names, stored, engine, preset or "", text, parsers)
+        source = Source.of(model, served_model_name, engine, text)
         server = ServerConfig(
             host=host,
             port=port,
@@ -234,6 +182,25 @@ class Source:
     preset: str
     text: TextOptions
     parsers: tuple[str, str] = ("auto", "auto")
+
+    @classmethod
+    def of(
+        cls,
+        model: str,
+        names: list[str] | None,
+        engine: engine_options.PresetEngineOptions,
+        text: text_options.ReplyOptions,
+    ) -> Source:
+        """From a command's options. Raises ValueError naming what is wrong."""
+        return cls(
+            model,
+            names or [Path(model).name or model],
+            engine.stored_dtype,
+            engine.config(),
+            engine.preset or "",
+            text.read(),
+            (text.tool_call_parser, text.reasoning_parser),
+        )
 
 
 async def _serve(config: ServerConfig, source: Source) -> bool:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from jaxinfer.field_rules import shown
 from jaxinfer.replies.formats import REASONING_PARSERS, TOOL_PARSERS, check_parser
+
+if TYPE_CHECKING:
+    from jaxinfer.generation import TextOptions
 
 _MODEL = "Model"
 
@@ -93,3 +97,28 @@ ReasoningParser = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTextOptions:
+    """What is put in place of what a checkpoint says."""
+
+    chat_template: ChatTemplate = None
+    generation_config: GenerationConfig = "auto"
+    override_generation_config: OverrideGenerationConfig = None
+
+    def read(self) -> TextOptions:
+        """Raises ValueError naming a file that is missing or broken."""
+        from jaxinfer.generation import TextOptions
+
+        return TextOptions.read(
+            self.chat_template, self.generation_config, self.override_generation_config
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyOptions(ModelTextOptions):
+    """The same, and how replies are read for callers of the service."""
+
+    tool_call_parser: ToolCallParser = "auto"
+    reasoning_parser: ReasoningParser = "auto"
