@@ -9,6 +9,7 @@ null page.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class KVGroup:
     `window` tokens (None: all).
 
     With `value_dim` the leading part of a key is its value, and values have no pages of their own.
-    Raises ValueError for such pages in 8 bits.
+    Raises ValueError for such pages in 8 bits. `as_bits`: pages of float8 are arrays of uint8.
     """
 
     layers: tuple[int, ...]
@@ -43,6 +44,7 @@ class KVGroup:
     dtype: str
     window: int | None = None
     value_dim: int | None = None
+    as_bits: bool = False
 
     def __post_init__(self) -> None:
         if self.value_dim is not None and in_8_bits(self.dtype):
@@ -79,7 +81,8 @@ class KVGroup:
     def layer_arrays(self, sharding: Any = None) -> tuple[jax.ShapeDtypeStruct, ...]:
         """What a layer's entry of the pools consists of."""
         struct = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
-        pages = struct(self.layer_shape, jnp.dtype(self.dtype))
+        bits = self.as_bits and self.dtype == "float8_e4m3fn"
+        pages = struct(self.layer_shape, jnp.dtype("uint8" if bits else self.dtype))
         if self.value_dim is not None:
             return (pages,)
         scales = struct(self.layer_shape[:3], jnp.dtype(jnp.float32))
@@ -109,6 +112,11 @@ def kv_groups(
         )
         for window, count in zip(order, counts, strict=True)
     )
+
+
+def on_platform(groups: tuple[KVGroup, ...], platform: str) -> tuple[KVGroup, ...]:
+    """The groups as a platform's programs take them: XLA for CPUs has no float8."""
+    return tuple(dataclasses.replace(group, as_bits=platform == "cpu") for group in groups)
 
 
 def pages_that_fit(

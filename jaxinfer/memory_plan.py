@@ -11,7 +11,14 @@ import jax
 import psutil
 
 from jaxinfer.config import EngineConfig, ModelConfig
-from jaxinfer.kv_pool import KVGroup, host_pages_for, kv_groups, pages_for, pages_that_fit
+from jaxinfer.kv_pool import (
+    KVGroup,
+    host_pages_for,
+    kv_groups,
+    on_platform,
+    pages_for,
+    pages_that_fit,
+)
 from jaxinfer.models import family_of
 from jaxinfer.page_transfer import BATCH, MOST_BATCHES
 from jaxinfer.params import named_leaves
@@ -199,7 +206,7 @@ def plan_memory(
         )
     # More pages than all slots could ever fill would only cost memory.
     pages = tuple(min(count, (needed - 1) * slots + 1) for count in pages)
-    groups = kv_groups(model, pages, config.page_size, kv_dtype)
+    groups = on_platform(kv_groups(model, pages, config.page_size, kv_dtype), device.platform)
     pool = sum(g.num_pages * g.page_bytes for g in groups) // _pool_shards(model, config)
     plan = MemoryPlan(total, usable, weights_bytes, slot_bytes, workspace, pool, transfer, host)
     return plan, groups

@@ -19,7 +19,7 @@ from jaxinfer import startup
 from jaxinfer.checkpoints import load_model
 from jaxinfer.checkpoints.device_fit import device_fit
 from jaxinfer.config import EngineConfig
-from jaxinfer.kv_pool import KVGroup, abstract_pools, empty_pools, kv_groups
+from jaxinfer.kv_pool import KVGroup, abstract_pools, empty_pools, kv_groups, on_platform
 from jaxinfer.programs import program_set
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
 from jaxinfer.step_model import StepModel
@@ -50,9 +50,10 @@ def test_other_names_are_refused_with_those_there_are(name):
         EngineConfig(kv_dtype=name)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bytes_of_a_page_are_those_of_its_arrays(dtype):
-    (group,) = kv_groups(TINY, 10, 16, dtype)
+def test_bytes_of_a_page_are_those_of_its_arrays(dtype, platform):
+    (group,) = on_platform(kv_groups(TINY, 10, 16, dtype), platform)
     pools = empty_pools((group,))
     assert len(pools) == TINY.num_layers
     assert sum(array.nbytes for layer in pools for array in layer) == 10 * group.page_bytes
@@ -65,10 +66,11 @@ def test_latent_pages_are_refused_by_name():
         KVGroup((0,), 10, 16, 1, 24, "int8", value_dim=16)
 
 
-def test_pages_and_scales_are_updated_in_place():
+@pytest.mark.parametrize(("dtype", "stored"), [("int8", "s8"), ("float8_e4m3fn", "u8")])
+def test_pages_and_scales_are_updated_in_place(dtype, stored):
     """All of both is aliased, and nothing near their size is copied or made on the way."""
     pages = 8192
-    groups = kv_groups(TINY, pages, PAGE_SIZE, "int8")
+    groups = on_platform(kv_groups(TINY, pages, PAGE_SIZE, dtype), "cpu")
     slots, options = empty_slots(SLOTS, (WIDTH,)), empty_options(SLOTS, VOCAB)
     state = (tiny_params(), abstract_pools(groups), slots, options, empty_history(SLOTS, VOCAB))
     shape = StepShape(8, 128, PAGE_SIZE)
@@ -83,9 +85,9 @@ def test_pages_and_scales_are_updated_in_place():
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory.alias_size_in_bytes >= pool_bytes + slot_bytes
     assert memory.temp_size_in_bytes < pool_bytes / 4
-    for array in ("s8[8192,2,16,16]", "f32[8192,2,16]"):
+    for array in (f"{stored}[8192,2,16,16]", "f32[8192,2,16]"):
         assert array in text and not re.findall(rf"= {re.escape(array)}\S* copy\(", text)
-    assert "f32[8192,2,16,16]" not in text, "the pool as numbers"
+    assert set(re.findall(r"\w+(?=\[8192,2,16,16\])", text)) == {stored}, "the pool as numbers"
 
 
 @pytest.mark.parametrize("host_pages", [0, 40], ids=["recomputed", "offloaded"])

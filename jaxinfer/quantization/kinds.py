@@ -55,10 +55,10 @@ def choose(asked: str | None, stored: str, platform: str) -> str:
     Raises ValueError when the stored weights or the platform do not allow it.
     """
     check_name(asked)
-    if asked is None or (asked == AUTO and stored != NONE):
+    if asked == AUTO:
+        asked = _best(stored, platform)
+    elif asked is None:
         asked = stored
-    elif asked == AUTO:
-        asked = _AUTO.get(platform, NONE)
     if stored != NONE and (asked == NONE or KINDS[asked].terms != KINDS[stored].terms):
         same = [name for name, kind in KINDS.items() if kind.terms == KINDS[stored].terms]
         raise ValueError(
@@ -71,3 +71,13 @@ def choose(asked: str | None, stored: str, platform: str) -> str:
             f"on {platform}; serve without (--quantization {NONE})"
         )
     return asked
+
+
+def _best(stored: str, platform: str) -> str:
+    """What `auto` takes. Weights that were stored to be multiplied in a way of their own stay so;
+    "int8" says nothing of activations."""
+    best = _AUTO.get(platform, NONE)
+    if stored == NONE:
+        return best
+    free = KINDS[stored].activations == "as_given" and best != NONE
+    return best if free and KINDS[best].terms == KINDS[stored].terms else stored

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from pallas_kernels.paged_attention.quantised import as_numbers
+
 # Keys a loop turn attends to: fewer turns for few rows, whose turns cost overhead only, and less
 # wasted at the end of a sequence for many. Measured on CPUs, see docs/performance.md.
 MIN_BLOCK, MAX_BLOCK, ROWS_TIMES_BLOCK = 64, 256, 512
@@ -38,7 +40,7 @@ class Seen(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Keys and values of some pages, and the scales of quantised ones."""
+    """Keys and values of some pages as they are stored, and the scales of quantised ones."""
 
     k: Num[Array, "S KV T hd"]
     v: Num[Array, "S KV T vd"]
@@ -254,7 +256,7 @@ def _accumulate(
     """
     top, total, values = state
     dtype = q.dtype if block.k_scale is not None else block.k.dtype
-    k, v = block.k.astype(dtype), block.v.astype(dtype)
+    k, v = as_numbers(block.k, dtype), as_numbers(block.v, dtype)
     scores = lax.dot_general(
         q, k, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
     )
@@ -262,7 +264,10 @@ def _accumulate(
         scores = scores * block.k_scale
     scores = seen.capped(scores)
     if valid is not None:
-        scores = lax.optimization_barrier(jnp.where(valid, scores, MASKED))
+        scores = jnp.where(valid, scores, MASKED)
+    if valid is not None or block.k_scale is not None or seen.soft_cap is not None:
+        # Or a product would be rounded with the difference below in some programs, not in others.
+        scores = lax.optimization_barrier(scores)
     new_top = jnp.maximum(top, scores.max(-1))
     decay = jnp.exp(top - new_top)
     weights = jnp.exp(scores - new_top[..., None])
