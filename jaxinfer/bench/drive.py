@@ -19,6 +19,7 @@ from typing import Protocol
 
 from jaxinfer.bench.feeds import Feed, Waves
 from jaxinfer.bench.workload import WorkItem
+from jaxinfer.engine import Engine
 from jaxinfer.request import (
     Command,
     FinishReason,
@@ -40,6 +41,24 @@ class Steppable(Protocol):
     def has_work(self) -> bool: ...
     def execute(self, command: Command, now: float) -> None: ...
     def step(self, now: float) -> list[SequenceEvent]: ...
+
+
+@dataclass(slots=True)
+class Watched:
+    """An engine of which subclasses look at each step."""
+
+    engine: Engine
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self.engine.limits
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.has_work
+
+    def execute(self, command: Command, now: float) -> None:
+        self.engine.execute(command, now)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxinfer.bench.drive import Progress, drive_feed
+from jaxinfer.bench.drive import Progress, Watched, drive_feed
 from jaxinfer.bench.feeds import Feed, Reserving, Waves
 from jaxinfer.bench.no_device import engine_without_device
 from jaxinfer.bench.workload import WorkItem
-from jaxinfer.engine import Engine
 from jaxinfer.policy import SchedulerLimits, SchedulerPolicy
-from jaxinfer.request import Command, SequenceEvent
-from jaxinfer.validation import EngineLimits
+from jaxinfer.request import SequenceEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +78,13 @@ def _run(
 
 
 @dataclass(slots=True)
-class _Census:
+class _Census(Watched):
     """An engine seen by `drive_feed`, counting who runs as long as others have yet to begin."""
 
-    engine: Engine
     total: int
     begun: int = 0
     steps: int = 0
     running: list[int] = field(default_factory=list)
-
-    @property
-    def limits(self) -> EngineLimits:
-        return self.engine.limits
-
-    @property
-    def has_work(self) -> bool:
-        return self.engine.has_work
-
-    def execute(self, command: Command, now: float) -> None:
-        self.engine.execute(command, now)
 
     def step(self, now: float) -> list[SequenceEvent]:
         events = self.engine.step(now)

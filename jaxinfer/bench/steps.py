@@ -15,15 +15,14 @@ from typing import Any
 
 import jax
 
-from jaxinfer.bench.drive import Progress, drive
+from jaxinfer.bench.drive import Progress, Watched, drive
 from jaxinfer.bench.stats import summarise
 from jaxinfer.bench.workload import WorkItem
 from jaxinfer.engine import Engine
 from jaxinfer.programs import Programs
-from jaxinfer.request import Command, SequenceEvent
+from jaxinfer.request import SequenceEvent
 from jaxinfer.runner import Runner, StepResult, StepRunner
 from jaxinfer.step_plan import StepPlan
-from jaxinfer.validation import EngineLimits
 
 
 @dataclass(slots=True)
@@ -56,22 +55,10 @@ class _WaitTimer:
 
 
 @dataclass(slots=True)
-class _StepTimer:
+class _StepTimer(Watched):
     """An engine seen by `drive`, timing each of its steps on the calling thread."""
 
-    engine: Engine
     steps: list[HostStep] = field(default_factory=list)
-
-    @property
-    def limits(self) -> EngineLimits:
-        return self.engine.limits
-
-    @property
-    def has_work(self) -> bool:
-        return self.engine.has_work
-
-    def execute(self, command: Command, now: float) -> None:
-        self.engine.execute(command, now)
 
     def step(self, now: float) -> list[SequenceEvent]:
         timer = self.engine.runner
