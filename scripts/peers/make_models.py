@@ -51,8 +51,10 @@ def write_hf(source: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
-    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
-    AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).save_pretrained(folder)
+    temporary = folder.with_name(f"{folder.name}.part")
+    AutoTokenizer.from_pretrained(**where).save_pretrained(temporary)
+    AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).save_pretrained(temporary)
+    temporary.rename(folder)
 
 
 def main() -> None:
