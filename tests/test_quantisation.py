@@ -182,7 +182,9 @@ def test_what_is_chosen():
     assert choose("auto", "none", "cpu") == "w8a8-hl" and choose("auto", "none", "cuda") == "none"
     assert choose("int8", "w8a8", "cpu") == "int8"
     # What was stored to be multiplied in its own way stays so; int8 says nothing of activations.
-    assert choose("auto", "int8", "cpu") == "w8a8-hl" and choose("auto", "w16a16", "cpu") == "w16a16"
+    assert (
+        choose("auto", "int8", "cpu") == "w8a8-hl" and choose("auto", "w16a16", "cpu") == "w16a16"
+    )
     for asked, stored, platform, problem in (
         ("w16a16", "w8a8", "cpu", "stored as w8a8, which can be served as int8 or w8a8 or w8a8-hl"),
         ("none", "w16a16", "cpu", "take the original checkpoint"),

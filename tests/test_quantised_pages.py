@@ -155,7 +155,8 @@ def test_float8_as_its_bits_is_read_and_written_as_float8():
     finite = np.isfinite(wanted)
     assert finite.sum() == 254
     for dtype in ("float32", "bfloat16", "float16"):
-        np.testing.assert_array_equal(numbers(as_numbers(bits, dtype))[finite], wanted[finite])
+        found = numbers(as_numbers(bits, jnp.dtype(dtype)))
+        np.testing.assert_array_equal(found[finite], wanted[finite])
     rng = np.random.default_rng(3)
     places = jnp.asarray([1, 2, 2], jnp.int32), jnp.asarray([0, 3, 1], jnp.int32)
     k, v = jnp.asarray(rng.normal(size=(2, 3, HEADS, DIM)), jnp.float32)
@@ -167,7 +168,9 @@ def test_float8_as_its_bits_is_read_and_written_as_float8():
         )
         stored.append(write_kv(pools, *places, k, v))
     for one, other in zip(*stored):
-        np.testing.assert_array_equal(numbers(one), numbers(as_numbers(other, jnp.float32)))
+        np.testing.assert_array_equal(
+            numbers(one), numbers(as_numbers(other, jnp.dtype(jnp.float32)))
+        )
     q, table, lens = jnp.ones((1, HEADS, 1, DIM)), jnp.ones((1, 1), jnp.int32), jnp.ones(1, int)
     k_pool, v_pool, k_scale, v_scale = stored[1]
     attend = functools.partial(paged_attention, scale=1.0, k_scale=k_scale, v_scale=v_scale)

@@ -48,12 +48,16 @@ def write_gguf(source: Path, path: Path, kind: str) -> None:
 def write_hf(source: Path, folder: Path) -> None:
     """A Hugging Face folder in float32."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     where = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     temporary = folder.with_name(f"{folder.name}.part")
     AutoTokenizer.from_pretrained(**where).save_pretrained(temporary)
-    AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).save_pretrained(temporary)
+    read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    # What was read counts as quantised, which cannot be saved; a model of the same numbers can.
+    plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**where))
+    plain.load_state_dict(read.state_dict())
+    plain.save_pretrained(temporary)
     temporary.rename(folder)
 
 
