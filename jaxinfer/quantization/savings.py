@@ -108,7 +108,7 @@ def savings(
         quantization,
         config.pages,
         plan.weights_bytes,
-        weights if quantization != NONE else plan.weights_bytes,
+        weights,
         plan.usable_bytes - plan.weights_bytes - plan.workspace_bytes - kept,
         plan.usable_bytes - weights - workspace - kept,
         token_bytes(groups),

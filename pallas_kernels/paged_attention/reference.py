@@ -47,6 +47,18 @@ class Block(NamedTuple):
     k_scale: Float[Array, "S KV 1 T"] | None
     v_scale: Float[Array, "S KV 1 T"] | None
 
+    def as_numbers(self, dtype: jnp.dtype, rows: int) -> Block:
+        """Keys and values in `dtype`, for so many rows of queries.
+
+        Scales are left to multiply scores and weights, as 8-bit numbers are exact in any dtype; or
+        they are multiplied in where nothing is rounded to few bits and that is less to multiply.
+        """
+        k, v = as_numbers(self.k, dtype), as_numbers(self.v, dtype)
+        k_scale, v_scale = self.k_scale, self.v_scale
+        if k_scale is None or v_scale is None or dtype != jnp.float32 or rows <= k.shape[3]:
+            return Block(k, v, k_scale, v_scale)
+        return Block(k * k_scale.swapaxes(2, 3), v * v_scale.swapaxes(2, 3), None, None)
+
 
 class Pool(NamedTuple):
     """The pages of keys and of values `value_dim` wide; without `v` a key begins with its value."""
@@ -251,14 +263,13 @@ def _accumulate(
 ) -> tuple:
     """One block of the online softmax. `valid` None: every row sees every key.
 
-    Scales multiply scores and weights, not keys and values: 8-bit numbers are exact in any dtype.
     A row that sees no key of its first block gathers junk until it sees one, or a sink.
     """
     top, total, values = state
     dtype = q.dtype if block.k_scale is not None else block.k.dtype
-    k, v = as_numbers(block.k, dtype), as_numbers(block.v, dtype)
+    block = block.as_numbers(dtype, q.shape[2])
     scores = lax.dot_general(
-        q, k, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+        q, block.k, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
     )
     if block.k_scale is not None:
         scores = scores * block.k_scale
@@ -275,8 +286,8 @@ def _accumulate(
     if block.v_scale is not None:
         weights = weights * block.v_scale
     attended = lax.dot_general(
-        weights.astype(v.dtype),
-        v,
+        weights.astype(block.v.dtype),
+        block.v,
         (((3,), (2,)), ((0, 1), (0, 1))),
         preferred_element_type=jnp.float32,
     )
