@@ -33,7 +33,7 @@ class ChunkTurns:
     def in_progress(self) -> deque[Sequence]:
         """Sequences with a part of their prompts to compute, in order of their turns."""
         served = self._waiting.service
-        return deque(sorted(self._prompts, key=lambda s: (s.level, served(s), s.admission)))
+        return deque(sorted(self._prompts, key=lambda s: (s.level, served(s), s.order)))
 
     def check_invariants(self, running: Running) -> None:
         """AssertionError unless it has those of `running` that have prompts to compute."""

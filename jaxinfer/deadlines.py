@@ -61,7 +61,7 @@ def check_in_time(
     ends = before + 1 - free_slots
     if running and running[-1].level > sequence.level:
         ends = 0  # it takes the slot of somebody less urgent
-    expected = pace.first_token_in(ahead, max(0.0, ends))
+    expected = pace.first_token_in(ahead, max(0.0, ends), len(running))
     if request.arrival + expected > request.deadline:
         raise LateError(
             f"the first token is expected in {seconds_text(expected)}, past the deadline in "

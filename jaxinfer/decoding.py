@@ -13,7 +13,7 @@ import operator
 from jaxinfer.sequence import Sequence
 from jaxinfer.step_plan import StepPlan
 
-urgency = operator.attrgetter("level", "admission")  # of those that run, the lower the sooner
+urgency = operator.attrgetter("level", "order")  # of those that run, the lower the sooner
 
 
 class Decoding:
@@ -21,7 +21,7 @@ class Decoding:
 
     def __init__(self, page_size: int):
         self._page_size = page_size
-        self._streams: list[Sequence] = []  # most urgent first, then in order of admission
+        self._streams: list[Sequence] = []  # most urgent first, then in order of arrival
         self._due: dict[Sequence, None] = {}  # of these, whose pages are full or who is complete
 
     def __len__(self) -> int:

@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 SMALLEST_CHUNK = 64  # tokens; the chunk is chosen among halves of the largest, down to this
 STARVED_STEPS = 8  # steps without a chunk after which the smallest goes, whatever the bound says
 LEARNING = 0.2  # weight of the newest step
+END_LEARNING = 0.1  # weight of the newest end: these vary more than steps
 SURE_STEPS = 32  # decoding steps in a row, beyond the bound, after which it is said
 
 
@@ -32,8 +33,7 @@ class Pace:
         self._starved = 0
         self._beyond: dict[int, int] = {}  # by rows: steps in a row that only decoded, too slowly
         self._said = False
-        self._end_time: float | None = None  # from one sequence's end to the next one's
-        self._since_end = 0.0
+        self._slots = SlotTimes()
 
     # -- what is learned ---------------------------------------------------------------------------
 
@@ -51,9 +51,16 @@ class Pace:
         return seconds
 
     def observe(
-        self, decodes: int, chunk: int, ends: int, seconds: float, expected: float = 0.0
+        self,
+        decodes: int,
+        chunk: int,
+        ends: int,
+        seconds: float,
+        expected: float = 0.0,
+        running: int = 0,
     ) -> None:
-        """A step of so many decode rows and prompt tokens took this long; so many ended in it."""
+        """A step of so many decode rows and prompt tokens took this long; so many ended in it of
+        those `running`, who are at least as many as decode."""
         if seconds <= 0:
             return
         if decodes and self.tpot_target is not None:
@@ -65,11 +72,7 @@ class Pace:
             rung = _rung(decodes)
             self._decode_times[rung] = _blend(self._decode_times.get(rung), seconds)
             self._check_bound(decodes, self._decode_times[rung])
-        self._since_end += seconds
-        for _ in range(ends):
-            self._end_time = _blend(self._end_time, self._since_end / ends)
-        if ends:
-            self._since_end = 0.0
+        self._slots.observe(max(running, decodes), ends, seconds)
 
     def _check_bound(self, decodes: int, seconds: float) -> None:
         """Say it once if no choice of chunks can keep the bound."""
@@ -129,16 +132,54 @@ class Pace:
         """Whether a prompt waited to be computed, and how much of it was in the step planned."""
         self._starved = self._starved + 1 if wanted and not tokens else 0
 
-    def first_token_in(self, tokens_ahead: float, ends_awaited: float) -> float:
+    def first_token_in(
+        self, tokens_ahead: float, ends_awaited: float = 0.0, running: int = 0
+    ) -> float:
         """Seconds until a request has its first token, as far as is known: 0 knows nothing.
 
-        `tokens_ahead` are prompt tokens to compute until then, its own included; `ends_awaited`
-        how many running sequences must end before there is a slot for it.
+        `tokens_ahead` are prompt tokens to compute until then, its own included, beside the
+        `running` sequences; `ends_awaited` how many of these must end before there is room for it.
         """
-        wait = 0.0
-        if self._end_time is not None:  # ends that do not come are news too
-            wait = ends_awaited * max(self._end_time, self._since_end)
-        return wait + tokens_ahead * (self._token_time or 0.0)
+        wait = self._slots.until(ends_awaited, running)
+        if self._token_time is None:
+            return wait
+        steps = max(1.0, tokens_ahead / self._mean_chunk(running))
+        return wait + tokens_ahead * self._token_time + steps * self._decode_time(running)
+
+    def _mean_chunk(self, streams: int) -> float:
+        """Prompt tokens a step, of many steps that have as many as they may."""
+        largest = float(self._sizes[0])
+        if self.tpot_target is None or not streams or not self._token_time:
+            return largest
+        spare = self.tpot_target - self._decode_time(streams)
+        least = self._sizes[-1] / (STARVED_STEPS + 1)
+        return min(largest, max(least, spare / self._token_time))
+
+
+class SlotTimes:
+    """How long sequences keep their slots, learned from their ends. Few that run say by it how soon
+    many will end. Times are in seconds."""
+
+    def __init__(self) -> None:
+        self._mean: float | None = None
+        self._since_end = 0.0  # of all that ran since the last end, together
+
+    def observe(self, running: int, ends: int, seconds: float) -> None:
+        """So many ran for this long, and so many of them ended then."""
+        self._since_end += running * seconds
+        for _ in range(ends):
+            self._mean = _blend(self._mean, self._since_end / ends, END_LEARNING)
+        if ends:
+            self._since_end = 0.0
+
+    def until(self, ends: float, running: int) -> float:
+        """Seconds until so many of those `running` or of those that follow them have ended; 0 as
+        long as nothing is known."""
+        if self._mean is None or not running:
+            return 0.0
+        # An end that does not come is news, of the next one: who began together ends together.
+        late = min(ends, 1.0) * max(0.0, self._since_end - self._mean)
+        return (ends * self._mean + late) / running
 
 
 class StepWatch:
@@ -154,8 +195,10 @@ class StepWatch:
     def planning(self, now: float) -> None:
         """A step is about to be planned."""
         if self._planned is not None and (step := self._read) is not None:
-            rows, seconds = len(step.decodes), now - self._planned
-            self._pace.observe(rows, step.chunk_tokens, self._ends, seconds, step.expected)
+            self._pace.observe(
+                len(step.decodes), step.chunk_tokens, self._ends, now - self._planned,
+                step.expected, step.running,
+            )  # fmt: skip
         self._planned, self._read, self._ends = now, None, 0
 
     def read(self, step: StepPlan, more: bool) -> None:
@@ -177,5 +220,5 @@ def _rung(rows: int) -> int:
     return 1 << max(0, rows - 1).bit_length()
 
 
-def _blend(old: float | None, new: float) -> float:
-    return new if old is None else old + LEARNING * (new - old)
+def _blend(old: float | None, new: float, weight: float = LEARNING) -> float:
+    return new if old is None else old + weight * (new - old)

@@ -27,7 +27,7 @@ from jaxinfer.page_allocator import PageAllocator
 from jaxinfer.policy import SchedulerLimits, SchedulerPolicy, ThrashGuard
 from jaxinfer.prefix_cache import namespace_key
 from jaxinfer.request import Request
-from jaxinfer.sequence import NO_SLOT, Sequence
+from jaxinfer.sequence import NO_SLOT, NOT_WAITING, Sequence
 from jaxinfer.sequence_pages import PageMove, SequencePages
 from jaxinfer.step_plan import MAX_PIECES, Piece, StepPlan
 from jaxinfer.waiting_queue import WaitingQueue
@@ -49,7 +49,7 @@ class Scheduler:
         self.waiting = WaitingQueue(
             policy.ageing, dict(policy.tenant_weights), policy.batch_priority
         )
-        self.running: list[Sequence] = []  # most urgent first, then in order of admission
+        self.running: list[Sequence] = []  # most urgent first, then in order of arrival
         self.leaving: set[Sequence] = set()  # no slot any more: their last token is on its way
         self.by_id: dict[str, Sequence] = {}
         self.deadlines = Deadlines(self.by_id)
@@ -60,8 +60,9 @@ class Scheduler:
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
         self._free_slots = list(range(limits.num_slots - 1, -1, -1))
         self._page_outs: list[PageMove] = []  # to go out with the next step
-        self._arrivals = self._admissions = self._step = 0
+        self._arrivals = self._step = self._recorded = 0
         self._chunk_was_last = False
+        self._held_back: Sequence | None = None  # who was next and could not be admitted
         self._turns = ChunkTurns(self.waiting)
         self._watch = StepWatch(self.pace)
         self._decoding = Decoding(limits.page_size)
@@ -90,13 +91,18 @@ class Scheduler:
         follows = request.group in self.by_id  # the first sample of its prompt was taken
         sequence.to_compute = self._to_compute(sequence, follows)
         if request.deadline is not None and not follows:
-            free = len(self._free_slots)
+            free = 0 if self._goes_after_held_back(sequence) else len(self._free_slots)
             check_in_time(sequence, self.waiting, self.running, free, self.pace)
         self.by_id[request.id] = sequence
         if request.deadline is not None:
             self.deadlines.add(request.id, request.deadline)
         self.waiting.push(sequence, request.arrival)
         return sequence
+
+    def _goes_after_held_back(self, sequence: Sequence) -> bool:
+        """Whether a slot that is free is not for it: somebody as urgent has no pages to take it."""
+        held = self._held_back
+        return held is not None and held.entry != NOT_WAITING and held.level <= sequence.level
 
     def _to_compute(self, sequence: Sequence, follows: bool) -> int:
         """Prompt tokens that it will compute, as far as is known when it comes."""
@@ -142,7 +148,6 @@ class Scheduler:
         self._leave()
         self._rise(now)
         plan = StepPlan(self._step)
-        preempted = self.preemptions
         self._make_room(now)
         if not (self.policy.separate_phases and self._plan_chunk_alone(plan, now)):
             self._plan_decodes(plan, now)
@@ -153,7 +158,7 @@ class Scheduler:
             self._watch.idle()
             return None
         self._dispatch(plan)
-        self._record(plan, now, self.preemptions - preempted)
+        self._record(plan, now)
         return plan
 
     def _rise(self, now: float) -> None:
@@ -174,12 +179,15 @@ class Scheduler:
         plan.page_outs, self._page_outs = self._page_outs, []
         streams = len(plan.decodes) or sum(sequence.decodes for sequence in self.running)
         plan.expected = self.pace.expect(len(plan.decodes), plan.chunk_tokens, streams)
+        plan.running = len(self.running)
         self.pages.step_planned()
         self._chunk_was_last = not plan.decodes
         self._step += 1
 
-    def _record(self, plan: StepPlan, now: float, preempted: int) -> None:
+    def _record(self, plan: StepPlan, now: float) -> None:
         self.thrash.step()
+        # Since the last record: also of plans that came to nothing.
+        preempted, self._recorded = self.preemptions - self._recorded, self.preemptions
         self.records.append(
             StepRecord(
                 plan.number, now, len(self.running), len(self.waiting), len(plan.decodes),
@@ -188,9 +196,13 @@ class Scheduler:
         )  # fmt: skip
 
     def _make_room(self, now: float) -> None:
-        """Preempt less urgent sequences for waiting ones that lack a slot or pages."""
+        """Preempt less urgent sequences for waiting ones that lack a slot or pages, if all of them
+        together have the pages that the first of these lacks."""
         head = self.waiting.head()
         if head is None or not self.running or self.running[-1].level <= head.level:
+            return
+        short, givers = self._who_gives_pages(head)
+        if short and not givers:
             return
         while self.running and self.running[-1].level > head.level:
             urgent = self.waiting.more_urgent(self.running[-1].level)
@@ -198,12 +210,18 @@ class Scheduler:
             if enough and not self._admission.class_is_full(head):
                 break
             self._preempt(self.running[-1], now, for_pages=False)
-        needed, found = self._pages_for(head), self._found_for(head)
-        short = self._admission.lacking(head, needed, found)
+        _, givers = self._who_gives_pages(head)
+        for victim in givers:
+            self._preempt(victim, now)
+
+    def _who_gives_pages(self, head: Sequence) -> tuple[bool, list[Sequence]]:
+        """Whether a waiting sequence lacks pages that are not on their way, and which less urgent
+        ones must give up theirs for it, the last first: none if all of them would not do."""
+        short = self._admission.lacking(head, self._pages_for(head), self._found_for(head))
+        if short <= 0 or self._pages_on_their_way():
+            return False, []
         victims = [s for s in reversed(self.running) if s.level > head.level]
-        if short > 0 and not self._pages_on_their_way():
-            for victim in victims[: self.pages.how_many_give(victims, short)]:
-                self._preempt(victim, now)
+        return True, victims[: self.pages.how_many_give(victims, short)]
 
     def _plan_decodes(self, plan: StepPlan, now: float) -> None:
         """All that can decode, most urgent first, and the pages they need for it."""
@@ -248,6 +266,7 @@ class Scheduler:
             head = None if blocked else self.waiting.head()
             if head is not None and not (prefilling and self._turns.goes_on(prefilling[0], head)):
                 blocked = bool(head.host_pages) or not self._admit(head, plan, now)
+                self._held_back = head if blocked else None
                 if not blocked:
                     budget -= self._add_piece(head, budget, plan)
             elif prefilling:
@@ -288,8 +307,7 @@ class Scheduler:
             self._count_hits(sequence)
             sequence.first_scheduled = now
         sequence.waited = now - sequence.entered
-        self._admissions += 1
-        sequence.admission, sequence.tokens_then = self._admissions, len(sequence.tokens)
+        sequence.tokens_then = len(sequence.tokens)
         bisect.insort(self.running, sequence, key=urgency)
         (self._turns if sequence.prefilling else self._decoding).add(sequence)
         plan.admitted.append(sequence)

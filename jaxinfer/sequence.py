@@ -37,7 +37,7 @@ class Sequence:
         entry, entered, preempted: of the waiting queue: the number of its place (NOT_WAITING while
             it has none), when it took it, and whether it ran before.
         waited: seconds it waited at its level before it ran; `entered` is so much earlier after.
-        admission: number of its last admission; tokens_then: the tokens it had at that.
+        tokens_then: the tokens it had when it was admitted last.
         rules: what it may take next, where that is not every token.
     """
 
@@ -63,7 +63,6 @@ class Sequence:
     entered: float = 0.0
     waited: float = 0.0
     preempted: bool = False
-    admission: int = 0
     tokens_then: int = 0
     first_scheduled: float | None = None
     first_token: float | None = None

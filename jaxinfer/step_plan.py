@@ -61,6 +61,7 @@ class StepPlan:
 
     number: int
     expected: float = 0.0  # seconds it is expected to take
+    running: int = 0  # sequences that have a slot meanwhile
     decodes: list[Sequence] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)

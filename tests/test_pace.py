@@ -80,23 +80,24 @@ def test_step_times_are_kept_by_rows_and_follow_change():
 
 def test_the_first_token_is_expected_after_what_is_ahead():
     pace = Pace(512, None)
-    assert pace.first_token_in(10**6, 50) == 0.0, "nothing is known"
+    assert pace.first_token_in(10**6, 50, 8) == 0.0, "nothing is known"
     pace = learned()
-    assert pace.first_token_in(1000, 0) == pytest.approx(0.5)
-    assert pace.first_token_in(1000, 3) == pytest.approx(0.5), "of ends nothing is known"
+    assert pace.first_token_in(1000) == pytest.approx(0.5)
+    in_steps = 0.5 + 1000 / 512 * 0.020
+    assert pace.first_token_in(1000, 3, 8) == pytest.approx(in_steps), "of ends nothing is known"
     for _ in range(5000):
         pace.observe(8, 0, 0, 0.020)
         pace.observe(8, 0, 1, 0.020)  # 25 ends a second
-    assert pace.first_token_in(0, 50) == pytest.approx(2.0, rel=0.02)
+    assert pace.first_token_in(0, 50, 8) == pytest.approx(2.0 + 0.020, rel=0.02)
 
 
 def test_a_second_of_ends_says_how_fast_they_come():
     pace = Pace(512, None)
     for _ in range(20):
         pace.observe(8, 0, 1, 0.05)
-    assert pace.first_token_in(0, 3) == pytest.approx(3 * 0.05)
+    assert pace.first_token_in(0, 3, 8) == pytest.approx(3 * 0.05)
     pace.observe(8, 0, 4, 0.2)
-    assert pace.first_token_in(0, 3) == pytest.approx(3 * 0.05), "four in four times as long"
+    assert pace.first_token_in(0, 3, 8) == pytest.approx(3 * 0.05), "four in four times as long"
 
 
 def test_ends_that_do_not_come_are_expected_as_late_as_they_are():
@@ -105,7 +106,41 @@ def test_ends_that_do_not_come_are_expected_as_late_as_they_are():
         pace.observe(8, 0, 1, 0.05)
     for _ in range(2000):
         pace.observe(8, 0, 0, 0.05)
-    assert pace.first_token_in(0, 1) == pytest.approx(100.0), "not in hours"
+    assert pace.first_token_in(0, 1, 8) == pytest.approx(100.0), "not in hours"
+
+
+def test_sequences_that_began_together_are_expected_to_end_together():
+    """Eight every three seconds: what they leave unsaid in between is not said of each."""
+    pace = Pace(512, None)
+    for _ in range(20):
+        for _ in range(59):
+            pace.observe(8, 0, 0, 0.05)
+        pace.observe(8, 0, 8, 0.05)
+    for _ in range(50):
+        pace.observe(8, 0, 0, 0.05)
+    assert pace.first_token_in(0, 0.5, 8) == pytest.approx(0.5 * 2.5)
+    assert pace.first_token_in(0, 8, 8) == pytest.approx(7 * 3.0 / 8 + 2.5)
+
+
+def test_one_that_ran_alone_tells_how_soon_many_end():
+    """Each takes 5 s: of 32 that run, one ends every 5/32 s, not every 5 s."""
+    pace = Pace(512, None)
+    for _ in range(20):
+        for step in range(100):
+            pace.observe(1, 0, int(step == 99), 0.05)
+    assert pace.first_token_in(0, 64, 32) == pytest.approx(2 * 5.0)
+    assert pace.first_token_in(0, 1, 1) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(
+    "target, seconds",
+    [(None, 0.2 + 0.020), (0.030, 0.2 + 400 / 20 * 0.020), (0.001, 0.2 + 400 * 9 / 64 * 0.020)],
+    ids=["no bound", "20 tokens a step", "the smallest chunk every ninth step"],
+)
+def test_beside_streams_a_prompt_takes_as_many_steps_as_the_bound_makes_it_take(target, seconds):
+    pace = learned(target)
+    assert pace.first_token_in(400, running=8) == pytest.approx(seconds)
+    assert pace.first_token_in(400) == pytest.approx(0.2), "nobody runs"
 
 
 def test_a_clock_that_stands_still_teaches_nothing():

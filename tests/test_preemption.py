@@ -66,6 +66,22 @@ def test_pages_that_the_urgent_share_too_are_nobodys_to_give():
     assert large in run.ends
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nobody_loses_its_slot_to_who_finds_no_pages(overlap):
+    run = harness(21, overlap, slots=2, prefix_cache=False)
+    run.submit([1] * 56, 20, scheduling=HIGH)
+    low = run.submit([2] * 8, 20, scheduling=LOW)
+    for _ in range(8):
+        run.step()
+    urgent = run.submit([3] * 40, 4, scheduling=HIGH)
+    for _ in range(4):
+        run.step()
+    assert not run.outputs[urgent] and run.scheduler.preemptions == 0
+    assert len(run.outputs[low]) > 4
+    run.drain()
+    assert run.order[-1] == urgent
+
+
 def test_within_the_batch_class_the_more_urgent_go_first_too():
     run = harness(101, interactive_reserve=0.25)
     for i in range(8):
@@ -112,7 +128,7 @@ def test_a_pause_is_no_steps_time(overlap):
         run.step(0.02)
     pace = run.scheduler.pace
     assert pace.expect(1, 16, 1) < 0.5
-    assert pace.first_token_in(0, 1) < 10
+    assert pace.first_token_in(0, 1, 1) < 10
 
 
 def test_who_leaves_the_queue_frees_no_slot():
@@ -125,7 +141,8 @@ def test_who_leaves_the_queue_frees_no_slot():
         name = run.submit([2, i % 40], 4)
         run.step()
         run.cancel(name)
-    assert run.scheduler.pace.first_token_in(0, 1) == 0.0, "of ends nothing is known"
+    pace = run.scheduler.pace
+    assert pace.first_token_in(0, 1, 1) == pace.first_token_in(0, 0, 1), "of ends nothing is known"
     run.drain()
 
 
@@ -188,4 +205,21 @@ def test_a_full_page_is_found_as_soon_as_its_sequence_takes_the_next(overlap):
     begins_so = Request("f", (*runs.tokens[: 4 * full], 9), GREEDY, 1, 0)
     found = run.scheduler.pages.lookup(Sequence(begins_so, [*begins_so.prompt], root=runs.root))
     assert found == [runs.pages[0][:full]]
+    run.drain()
+
+
+def test_who_arrived_last_gives_up_its_pages_though_it_was_admitted_before():
+    run = harness(21, slots=2, prefix_cache=False)
+    mine, other = Scheduling(tenant="mine"), Scheduling(tenant="other")
+    run.submit([1] * 4, 4, scheduling=mine)
+    run.submit([2] * 4, 8, scheduling=mine)
+    run.step()
+    early = run.submit([3] * 4, 60, scheduling=mine)
+    late = run.submit([4] * 4, 60, scheduling=other)
+    ran = []
+    while not run.scheduler.preemptions:
+        run.step()
+        ran += [s.request.id for s in run.scheduler.running if s.request.id not in ran]
+    assert ran[2:] == [late, early]
+    assert [s.request.id for s in run.scheduler.running] == [early]
     run.drain()

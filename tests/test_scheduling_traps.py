@@ -120,6 +120,23 @@ def test_a_deadline_is_judged_by_what_the_prefix_cache_lacks():
     assert run.ends[warm] is FinishReason.LENGTH
 
 
+def test_a_deadline_is_judged_by_ends_where_pages_are_short_and_slots_are_not():
+    """Slots for all, pages for two. Each takes 10 steps, so two end every ten seconds."""
+    run = harness(32, 15, prefix_cache=False)
+    for i in range(14):
+        run.submit([i] * 16, 10)
+    for _ in range(40):
+        run.step()
+    assert len(run.scheduler.running) <= 3 and len(run.scheduler.waiting) >= 4
+    late = run.submit([40] * 16, 10, timeout=10.0)
+    urgent = run.submit([41] * 16, 2, timeout=10.0, scheduling=at(-1))
+    run.step()
+    assert run.ends[late] is FinishReason.LATE and urgent not in run.ends
+    patient = run.submit([42] * 16, 10, timeout=400.0)
+    run.drain()
+    assert {run.ends[urgent], run.ends[patient]} == {FinishReason.LENGTH}
+
+
 def test_samples_of_one_prompt_are_taken_or_refused_together():
     run = harness(8, 200)
     for i in range(4):
@@ -134,6 +151,20 @@ def test_samples_of_one_prompt_are_taken_or_refused_together():
     samples = [run.submit([8] * 64, 1, timeout=0.5, group=first) for _ in range(8)]
     run.drain()
     assert {run.ends[name] for name in samples} == {FinishReason.LATE}
+
+
+def test_records_have_every_preemption_also_of_steps_that_came_to_nothing():
+    """The urgent one's pages are on their way back from who lost them: nothing can be computed."""
+    run = harness(2, 9)
+    run.submit([1] * 16, 12, scheduling=at(5))
+    for _ in range(4):
+        run.step()
+    steps = len(run.engine.records)
+    run.submit([2] * 24, 4, scheduling=at(0))
+    run.step()
+    assert run.engine.counters.preemptions == 1 and len(run.engine.records) == steps
+    run.drain()
+    assert sum(record.preempted for record in run.engine.records) == 1
 
 
 def test_nobody_sits_out_while_there_is_a_page():
