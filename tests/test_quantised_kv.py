@@ -22,11 +22,19 @@ from jaxinfer.checkpoints.device_fit import device_fit
 from jaxinfer.config import EngineConfig
 from jaxinfer.kv_pool import KVGroup, abstract_pools, empty_pools, kv_groups, on_platform
 from jaxinfer.programs import program_set
+from jaxinfer.request import SamplingParams
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
 from jaxinfer.step_model import StepModel
 from jaxinfer.step_plan import StepShape
 
 DTYPES = ("int8", "float8_e4m3fn")
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Those that take part in greedy requests and all slots."""
+    monkeypatch.setattr(programs, "VARIANTS", ("greedy", "full"))
+    monkeypatch.setattr(programs, "row_rungs", lambda rows: (rows,))
 
 
 @pytest.mark.parametrize(
@@ -109,9 +117,12 @@ def test_bits_are_the_same_alone_in_company_after_hits_and_preemptions(quantizat
     same(outputs, expected)
 
 
+@pytest.mark.usefixtures("quick_compiler", "few_programs")
 def test_heads_are_divided_over_two_devices_with_their_scales():
-    setup = Setup(slots=2, kv_dtype="int8", devices=2)
-    engine, these = built(setup), mixed_requests(seed=21, count=8)
+    setup = Setup(slots=4, kv_dtype="int8", devices=2)
+    params = SamplingParams(temperature=0, logprobs=5)
+    mixed = mixed_requests(seed=21, count=8)
+    engine, these = built(setup), [dataclasses.replace(r, params=params) for r in mixed]
     for layer in engine.runner.pools:
         assert [array.ndim for array in layer] == [4, 4, 3, 3]
         for array in layer:
@@ -121,11 +132,9 @@ def test_heads_are_divided_over_two_devices_with_their_scales():
         check(r, outputs[r.id], tolerance=0.2)
 
 
-@pytest.mark.usefixtures("quick_compiler")
-def test_windows_have_quantised_pages_too(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("quick_compiler", "few_programs")
+def test_windows_have_quantised_pages_too(tmp_path):
     """Two groups, prompts split and found again; logprobs stay near those of the dense loop."""
-    monkeypatch.setattr(programs, "VARIANTS", ("greedy", "full"))
-    monkeypatch.setattr(programs, "row_rungs", lambda rows: (rows,))
     model = load_model(family_folder(tmp_path, "gemma3_text"), dtype="float32")
     config = EngineConfig(
         max_num_seqs=4,
