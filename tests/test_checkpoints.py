@@ -121,7 +121,7 @@ HF_DEFECTS: dict[str, tuple[Defect, list[str]]] = {
     "unknown family": (config(model_type="hyena"), ["config.json", "'hyena'", "llama"]),
     "no family": (config(model_type="(absent)"), ["config.json has no model_type"]),
     "classifier": (config(architectures=["LlamaForSequenceClassification"]), ["ForCausalLM"]),
-    "quantised": (config(quantization_config={"quant_method": "gptq"}), ["'gptq'"]),
+    "quantised": (config(quantization_config={"quant_method": "quark"}), ["'quark'"]),
     "biases that are not there": (
         config(attention_bias=True),
         ["self_attn.q_proj.bias", "missing"],

@@ -196,7 +196,7 @@ def test_what_is_wrong_with_a_file_is_said(change, said, tmp_path, packed_folder
         load_model(folder)
 
 
-@pytest.mark.parametrize(("family", "method"), [("gpt_oss", "gptq"), ("olmoe", "mxfp4")])
+@pytest.mark.parametrize(("family", "method"), [("gpt_oss", "quark"), ("olmoe", "mxfp4")])
 def test_storage_that_a_family_does_not_read_is_refused(family, method, tmp_path):
     folder = shutil.copytree(ORACLES / family, tmp_path / family)
     hf = json.loads((folder / "config.json").read_text())

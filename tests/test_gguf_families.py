@@ -27,6 +27,7 @@ from jaxinfer.checkpoints.gguf_architectures import hf_config
 from jaxinfer.checkpoints.gguf_reader import GgufFile
 from jaxinfer.config import LayerKind
 from jaxinfer.models.hf_config import model_config
+from pallas_kernels.quantised_matmul import dequantise
 
 EXACT, NOTICED = 1e-5, 4e-4  # of the largest logit
 # GGUF cannot say all of their oracles.
@@ -78,12 +79,16 @@ def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
     """Experts as MXFP4 and the rest in float32: the values that they stand for, and no others."""
     four_bits = gguf.GGMLQuantizationType.MXFP4
     whole = load_model(write_family_gguf(tmp_path / "f32.gguf", "gpt_oss"))
-    packed = load_model(write_family_gguf(tmp_path / "mxfp4.gguf", "gpt_oss", four_bits))
+    path = write_family_gguf(tmp_path / "mxfp4.gguf", "gpt_oss", four_bits)
+    packed, kept = load_model(path, quantization="none"), load_model(path)
+    assert kept.quantization == "mxfp4"
     for name in ("experts_gate_up", "experts_down"):
         one, other = (np.asarray(m.params["layers"][1][name]) for m in (whole, packed))
         rows = one.reshape(-1, one.shape[-1])
         wanted = gguf.dequantize(gguf.quantize(rows, four_bits), four_bits)
         np.testing.assert_array_equal(other, wanted.reshape(one.shape))
+        (matrices,) = kept.params["layers"][1][name].terms
+        np.testing.assert_array_equal(dequantise(matrices).reshape(one.shape), other)
     for name in ("experts_gate_up_bias", "experts_down_bias", "sinks", "router_bias"):
         one, other = (m.params["layers"][1][name] for m in (whole, packed))
         np.testing.assert_array_equal(one, other)

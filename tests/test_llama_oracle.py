@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -143,10 +144,38 @@ def test_q8_0_is_dequantised_exactly(tmp_path: Path) -> None:
     folder = hf_folder(tmp_path / "hf")
     save_file(rounded, folder / "model.safetensors")
     reference = load_model(folder, dtype="float32")
-    model = load_model(write_gguf(tmp_path / "tiny.gguf", quantisation=q8))
+    path = write_gguf(tmp_path / "tiny.gguf", quantisation=q8)
+    model = load_model(path, quantization="none")
     logits = dense_logits(model.config, model.params, tokens)
     np.testing.assert_array_equal(logits, dense_logits(reference.config, reference.params, tokens))
     assert 0 < difference(logits, wanted) < 0.2  # quantised: close, and not the same
+    for kind in ("w8a8", "w16a16"):  # of one scale a row: made of the numbers
+        again = load_model(path, quantization=kind).params
+        other = load_model(folder, dtype="float32", quantization=kind).params
+        for one, two in zip(jax.tree.leaves(again), jax.tree.leaves(other)):
+            np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1"])
+def test_blocks_are_kept_as_they_are_stored(tmp_path: Path, name: str) -> None:
+    """And stand for what they are dequantised to, whatever rows are moved."""
+    tokens, _ = expected("default")
+    kind = gguf.GGMLQuantizationType[name]
+    flat = {n: v.astype(np.float32) for n, v in weights().items()}
+    flat["model.layers.0.mlp.down_proj.weight"][3] = 0.25  # a block of one number
+    path = write_gguf(tmp_path / "tiny.gguf", quantisation=kind, tensors=flat)
+    kept, plain = load_model(path), load_model(path, quantization="none")
+    assert kept.quantization == ("int8" if name == "Q8_0" else "int4")
+    assert plain.quantization == "none"
+    qkv = kept.params["layers"][0]["qkv"]
+    assert qkv.layout.group == 32 and kept.params["head"].layout.group == 32
+    assert qkv.values.nbytes * (1 if name == "Q8_0" else 2) == np.prod(qkv.shape)
+    found = dense_logits(kept.config, kept.params, tokens)
+    wanted = dense_logits(plain.config, plain.params, tokens)
+    assert difference(found, wanted) < 1e-5
+    restored = load_model(convert(path, tmp_path / "orbax"))
+    for one, two in zip(jax.tree.leaves(restored.params), jax.tree.leaves(kept.params)):
+        np.testing.assert_array_equal(one, two)
 
 
 @pytest.mark.parametrize("variant", ["llama3", "tied"])

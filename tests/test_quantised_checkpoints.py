@@ -94,7 +94,7 @@ def test_damage_is_named(tmp_path):
     (target / "jaxinfer.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"layers\.0\.qkv\.scales: missing"):
         load_model(target)
-    manifest["tensors"]["layers.0.qkv.scales"] = [[1, *scales[0][1:]], scales[1]]
+    manifest["tensors"]["layers.0.qkv.scales"] = [[2, *scales[0][1:]], scales[1]]
     (target / "jaxinfer.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"layers\.0\.qkv\.scales: expected shape"):
         load_model(target)
@@ -110,7 +110,7 @@ def test_inspection_says_what_each_tensor_is_and_what_it_buys(tmp_path):
     info, plain = inspect_checkpoint(target), inspect_checkpoint(source)
     assert info.quantization == "w8a8" and plain.quantization == "none"
     assert info.tensors["layers.0.o.values"][1] == "int8"
-    assert info.tensors["layers.0.o.scales"] == ((32,), "float32", 128)
+    assert info.tensors["layers.0.o.scales"] == ((1, 32), "float32", 128)
     assert info.weight_bytes("float32") == info.stored_bytes < 0.4 * plain.weight_bytes("float32")
     assert inspect_checkpoint(source, quantization="w8a8").weight_bytes("float32") == (
         info.weight_bytes("float32")

@@ -181,7 +181,7 @@ def test_parts_that_do_not_fit_are_refused_by_name(changes, why):
 
 def test_zero_points_of_another_shape_are_refused():
     weight, _ = random_weight(KINDS["int4 with zeros, in order"], 64, 256)
-    with pytest.raises(ValueError, match=r"zeros are uint8\[8, 63\], expected uint8 \[8, 64\]"):
+    with pytest.raises(ValueError, match=r"zeros are uint8\[8, 63\], expected \[8, 64\] of uint8"):
         dataclasses.replace(weight, zeros=weight.zeros[:, :63]).check()
     with pytest.raises(ValueError, match="for x of"):
         quantised_matmul(jnp.ones((2, 128)), weight, implementation="reference")

@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
-import numpy as np
 
 from jaxinfer.checkpoints import orbax_io
 from jaxinfer.checkpoints.errors import CheckpointError
-from jaxinfer.checkpoints.load import check_dtype, chosen_kind, open_source, resolve_model
+from jaxinfer.checkpoints.load import check_dtype, chosen_storage, open_source, resolve_model
 from jaxinfer.checkpoints.source import Progress, load_params
 from jaxinfer.generation import TextOptions
 from jaxinfer.models import family_of
 from jaxinfer.params import ParamSpec, named_leaves, param_bytes
 from jaxinfer.paths import exists
-from jaxinfer.quantization.kinds import NONE
 from jaxinfer.quantization.quantise import quantise
 from jaxinfer.quantization.weight import quantised_specs
 
@@ -36,8 +35,8 @@ def convert(
 
     `dtype` None keeps the source's (quantised GGUF: float32); `config_file` is the config.json of
     an Orbax checkpoint of another project that has none beside it. A chat template in `text` takes
-    the place of the source's; `quantization` is the kind to write weights in, or auto. Raises
-    CheckpointError.
+    the place of the source's; `quantization` is the kind to write weights in, or auto, or none
+    (None: as they are stored, where that is a kind). Raises CheckpointError.
     """
     src, dst = resolve_model(src), Path(dst).expanduser()
     if orbax_io.is_orbax_folder(src):
@@ -47,19 +46,22 @@ def convert(
     source = open_source(src, config_file)
     tokenizer = (text or TextOptions()).tokenizer(source.require_tokenizer())
     kind = check_dtype(dtype or source.dtype)
-    quantization = chosen_kind(quantization, NONE, "cpu")  # a file is not bound to a device
+    # A file is not bound to a device.
+    quantization, layouts = chosen_storage(source, quantization, "cpu")
     plain = family_of(source.config.family).param_specs(source.config)
-    specs = quantised_specs(plain, quantization, kind)
+    specs = quantised_specs(plain, quantization, kind, layouts)
     _check_space(dst, param_bytes(specs, kind))
     names = (name for name, _ in named_leaves(specs))  # in the order they are loaded
-    args = (source.config, kind, tokenizer, source.description, quantization)
+    args = (source.config, kind, tokenizer, source.description, quantization, layouts)
     with orbax_io.writing(dst, *args) as write:
 
-        def place(array: np.ndarray, spec: ParamSpec) -> None:
-            for part in jax.tree.leaves(quantise(array, spec, quantization, kind)):
+        def place(made: Any, spec: ParamSpec) -> None:
+            if not layouts:
+                made = quantise(made, spec, quantization, kind)
+            for part in jax.tree.leaves(made):
                 write(next(names), part)
 
-        load_params(source, kind, place, progress)
+        load_params(source, kind, place, progress, (quantization, layouts or {}))
         if progress:
             progress("writing checkpoint", 0, 1)
     if progress:

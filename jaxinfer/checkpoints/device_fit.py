@@ -14,7 +14,7 @@ from jaxinfer.params import param_bytes
 from jaxinfer.platform import allocator_fraction
 from jaxinfer.quantization.kinds import NONE
 from jaxinfer.quantization.savings import Savings, savings
-from jaxinfer.quantization.weight import quantised_specs
+from jaxinfer.quantization.weight import Layouts, quantised_specs
 from jaxinfer.sizes import size_text
 
 NOT_KNOWN = (
@@ -106,13 +106,14 @@ def device_fit(
     dtype: str,
     size: int,
     quantization: str = NONE,
+    layouts: Layouts | None = None,
     kv_dtype: str | None = None,
 ) -> DeviceFit:
     """What would fit on a device of `size` bytes, with weights in a kind and pages of a dtype: at
     the model's full length, or else at the longest that fits."""
     config = EngineConfig(dtype=dtype, quantization=quantization, kv_dtype=kv_dtype)
     specs = family_of(model.family).param_specs(model)
-    weights = param_bytes(quantised_specs(specs, quantization, dtype), dtype)
+    weights = param_bytes(quantised_specs(specs, quantization, dtype, layouts), dtype)
 
     def fit(
         length: int, plan: MemoryPlan | None = None, groups: tuple[KVGroup, ...] = ()

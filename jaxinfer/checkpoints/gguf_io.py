@@ -18,6 +18,7 @@ from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES
 
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.gguf_architectures import Architecture, hf_config
+from jaxinfer.checkpoints.gguf_blocks import BLOCKS, packed_blocks, stored_kind
 from jaxinfer.checkpoints.gguf_reader import HEADER_ERRORS, GgufFile, read_gguf
 from jaxinfer.checkpoints.gguf_rope import ROPE_TENSORS
 from jaxinfer.checkpoints.gguf_tokenizer import build_tokenizer, check_metadata
@@ -26,6 +27,8 @@ from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of
 from jaxinfer.models.base import HfSource
 from jaxinfer.models.hf_config import model_config
+from jaxinfer.quantization.kinds import NONE, Layout
+from jaxinfer.quantization.rounding import Rounded
 
 _SUFFIXES = (".weight", ".bias")
 # One of several alike: an expert, or the norm of a head.
@@ -65,10 +68,17 @@ class _Stored:
 
 
 class GgufTensors:
-    """The tensors of a GGUF file under Hugging Face names."""
+    """The tensors of a GGUF file under Hugging Face names.
+
+    Attributes:
+        kind / notes: see `packed.Packed`.
+    """
+
+    notes: tuple[str, ...]
 
     def __init__(self, path: Path, file: GgufFile, stored: dict[str, _Stored]):
         self._path, self._file, self._stored = path, file, stored
+        self.kind, self.notes = stored_kind(file), ()
         self.shapes: dict[str, tuple[int, ...]] = {}
         mapped = {name for place in stored.values() for name in (place.name, *place.halves)}
         for name in file.tensors.keys() - mapped - ROPE_TENSORS:
@@ -90,15 +100,29 @@ class GgufTensors:
             return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(shape)
         if place.transposed:
             return self._values(place.name, shape[::-1]).T
-        values = self._values(place.name, shape, place.part)
-        if place.heads:
-            pairs = values.reshape(place.heads, -1, 2, *shape[1:])
-            values = pairs.swapaxes(1, 2).reshape(shape)
-        if place.groups:
-            values = _by_group(values, place.groups, place.head_dim)
+        values = _as_seen(self._values(place.name, shape, place.part), place)
         if place.offset:
             values -= np.float32(place.offset)
         return values
+
+    def layout(self, name: str) -> Layout | None:
+        """How a tensor is stored, if a kind has it so and in whole rows; see `packed.Packed`."""
+        place = self._stored.get(name)
+        if place is None or place.halves or place.transposed or place.offset:
+            return None
+        return BLOCKS.get(self._file.tensors[place.name].tensor_type.name)
+
+    def packed(self, name: str) -> Rounded:
+        place = self._stored[name]
+        tensor = self._file.tensors[place.name]
+        data = tensor.data if place.part is None else tensor.data[place.part]
+        rows, columns = self.shapes[name]
+        made = packed_blocks(tensor.tensor_type.name, data.reshape(rows, -1), columns)
+        zeros = None if made.zeros is None else _as_seen(made.zeros, place)
+        return Rounded(_as_seen(made.values, place), _as_seen(made.scales, place), zeros=zeros)
+
+    def order(self, name: str) -> np.ndarray | None:
+        return None
 
     def _values(self, own: str, shape: tuple[int, ...], part: int | None = None) -> np.ndarray:
         """Numbers of one of the file's tensors in the order they are stored in."""
@@ -129,6 +153,14 @@ class GgufTensors:
     def where(self, name: str) -> str:
         own = self._stored[name].name if name in self._stored else name
         return f"{self._file.files.get(own, self._path)}: {own}"
+
+
+def _as_seen(rows: np.ndarray, place: _Stored) -> np.ndarray:
+    """Rows of a tensor, or of its scales, in the order that Hugging Face has."""
+    if place.heads:
+        pairs = rows.reshape(place.heads, -1, 2, *rows.shape[1:])
+        rows = pairs.swapaxes(1, 2).reshape(rows.shape)
+    return _by_group(rows, place.groups, place.head_dim) if place.groups else rows
 
 
 def _seen_shape(shape: tuple[int, ...], place: _Stored) -> tuple[int, ...]:
@@ -166,7 +198,8 @@ def open_gguf(path: Path) -> Source:
     except HEADER_ERRORS as error:
         raise CheckpointError(f"{path}: {error}") from error
     tensors = GgufTensors(path, file, stored)
-    return Source(f"GGUF file {path}", config, _natural_dtype(file), tensors, tokenizer)
+    dtype, packed = _natural_dtype(file), tensors if tensors.kind != NONE else None
+    return Source(f"GGUF file {path}", config, dtype, tensors, tokenizer, packed=packed)
 
 
 def _natural_dtype(file: GgufFile) -> str:

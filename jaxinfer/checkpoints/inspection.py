@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from rich.table import Table
 
@@ -18,6 +19,7 @@ from jaxinfer.checkpoints.device_fit import device_fit, not_known
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.load import (
     chosen_kind,
+    chosen_storage,
     open_model_folder,
     open_source,
     resolve_model,
@@ -27,9 +29,9 @@ from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.generation import sampling_defaults
 from jaxinfer.kv_pool import kv_groups
 from jaxinfer.models import family_of
-from jaxinfer.params import named_leaves, param_bytes
+from jaxinfer.params import ParamSpec, named_leaves, param_bytes
 from jaxinfer.quantization.kinds import KINDS, NONE
-from jaxinfer.quantization.weight import quantised_specs
+from jaxinfer.quantization.weight import Layouts, Quantised, quantised_specs
 from jaxinfer.sizes import size_text
 from jaxinfer.tokenizer import Tokenizer
 
@@ -48,6 +50,7 @@ class CheckpointInfo:
         generation: defaults of requests, and what is stated but not honoured, in words.
         missing: what it lacks for being served, "" when nothing.
         quantization: the kind that its weights are stored in, or that they would be served in.
+        layouts: of the parameters, where they are not the kind's own.
         tensors: name -> (shape, as what it is stored, bytes).
     """
 
@@ -63,6 +66,7 @@ class CheckpointInfo:
     missing: str = ""
     quantization: str = NONE
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    layouts: Layouts | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -71,7 +75,8 @@ class CheckpointInfo:
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the parameters in memory."""
         specs = family_of(self.config.family).param_specs(self.config)
-        return param_bytes(quantised_specs(specs, self.quantization, dtype), dtype)
+        stored = quantised_specs(specs, self.quantization, dtype, self.layouts)
+        return param_bytes(stored, dtype)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes one token takes in the KV pool: a key and a value of every layer and KV head, or
@@ -84,6 +89,7 @@ class CheckpointInfo:
             name: {"shape": shape, "stored": stored, "bytes": size}
             for name, (shape, stored, size) in self.tensors.items()
         }
+        fields["layouts"] = self.layouts and {n: at.to_json() for n, at in self.layouts.items()}
         return fields | {
             "kv_bytes_per_token": self.kv_bytes_per_token(self.dtype),
             "weight_bytes": self.weight_bytes(self.dtype),
@@ -114,7 +120,7 @@ def inspect_checkpoint(
         description = f"Orbax checkpoint {path}, from {manifest.source}"
         info = _info(description, manifest.config, tensors, manifest.dtype, tokenizer)
         chosen = chosen_kind(quantization, manifest.quantization, "cpu")
-        return dataclasses.replace(info, quantization=chosen)
+        return dataclasses.replace(info, quantization=chosen, layouts=manifest.layouts)
     source = open_source(path, config_file)
     check_inventory(source)
     tensors = {
@@ -122,8 +128,10 @@ def inspect_checkpoint(
         for name, shape in source.tensors.shapes.items()
     }
     info = _info(source.description, source.config, tensors, source.dtype, source.tokenizer)
-    chosen = chosen_kind(quantization, NONE, "cpu")
-    return dataclasses.replace(info, missing=source.no_tokenizer, quantization=chosen)
+    chosen, layouts = chosen_storage(source, quantization, "cpu")
+    return dataclasses.replace(
+        info, missing=source.no_tokenizer, quantization=chosen, layouts=layouts
+    )
 
 
 def _info(
@@ -198,7 +206,7 @@ def describe(
         ways: list[tuple[str, str, str | None]]
         ways = [(dtype, NONE, None) for dtype in (info.dtype, "bfloat16")]
         for dtype, kind, pages in dict.fromkeys([*ways, (info.dtype, info.quantization, kv_dtype)]):
-            fit = device_fit(c, dtype, device_bytes, kind, pages)
+            fit = device_fit(c, dtype, device_bytes, kind, info.layouts, pages)
             table.add_row(fit.title, "\n".join(fit.lines()))
         table.add_row("", not_known())
     return table
@@ -225,14 +233,21 @@ def _quantised(info: CheckpointInfo) -> Iterator[tuple[str, str]]:
     if info.quantization == NONE:
         return
     specs = family_of(info.config.family).param_specs(info.config)
-    rounded, kept = Counter[str](), Counter[str]()
-    for name, spec in named_leaves(specs):
-        (rounded if spec.inputs else kept)[name.rpartition(".")[2]] += 1
-    text = {way: ", ".join(f"{n} {count}" for n, count in names.items())
-            for way, names in (("rounded", rounded), ("kept", kept))}  # fmt: skip
+    stored = quantised_specs(specs, info.quantization, info.dtype, info.layouts)
+    ways: dict[str, Counter[str]] = {}
+    leaves = jax.tree.leaves(stored, is_leaf=lambda leaf: isinstance(leaf, (Quantised, ParamSpec)))
+    for (name, _), leaf in zip(named_leaves(specs), leaves, strict=True):
+        way = leaf.layout.describe() if isinstance(leaf, Quantised) else ""
+        ways.setdefault(way, Counter())[name.rpartition(".")[2]] += 1
+    kept = ways.pop("", Counter())
     yield "quantization", f"{info.quantization}: {KINDS[info.quantization].what}"
-    yield "", f"{sum(rounded.values())} parameters: {text['rounded']}"
-    yield "", f"{sum(kept.values())} as they are: {text['kept']}"
+    for way, names in ways.items():
+        yield "", f"{names.total()} parameters, {way}: {_counted(names)}"
+    yield "", f"{kept.total()} as they are: {_counted(kept)}"
+
+
+def _counted(names: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in names.items())
 
 
 def _attention(config: ModelConfig) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from jaxinfer.checkpoints import orbax_io
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.foreign_orbax import find_tree, open_foreign
 from jaxinfer.checkpoints.gguf_io import open_gguf
+from jaxinfer.checkpoints.packed import describe_kept, kept_layouts
 from jaxinfer.checkpoints.safetensors_io import open_huggingface
 from jaxinfer.checkpoints.source import (
     Progress,
@@ -28,9 +30,12 @@ from jaxinfer.config import DTYPES, ModelConfig
 from jaxinfer.generation import GenerationDefaults, TextOptions
 from jaxinfer.params import ParamSpec, Tree, named_leaves
 from jaxinfer.paths import exists
-from jaxinfer.quantization.kinds import NONE, choose
+from jaxinfer.quantization.kinds import AUTO, KINDS, NONE, Layout, alike, choose
 from jaxinfer.quantization.quantise import placing
+from jaxinfer.quantization.weight import Layouts
 from jaxinfer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,7 @@ class LoadedModel:
     dtype: str
     description: str
     quantization: str = NONE
+    layouts: Layouts | None = None  # of weights that are not in the kind's own
 
 
 def resolve_model(name_or_path: str | Path) -> Path:
@@ -115,13 +121,44 @@ def load_model(
         sharding_of = lambda spec: sharding  # noqa: E731
     if orbax_io.is_orbax_folder(path):
         return _load_orbax(path, dtype, sharding_of, progress, text or TextOptions(), quantization)
-    quantization = chosen_kind(quantization, NONE, jax.devices()[0].platform)
     source = open_source(path)
     tokenizer, generation = _text_of(path, source.require_tokenizer(), text or TextOptions())
     kind = check_dtype(dtype or source.dtype)
-    params = load_params(source, kind, placing(quantization, kind, sharding_of), progress)
+    quantization, layouts = chosen_storage(source, quantization, jax.devices()[0].platform)
+    put = placing(NONE if layouts else quantization, kind, sharding_of)
+    params = load_params(source, kind, put, progress, (quantization, layouts or {}))
     described = source.description
-    return LoadedModel(source.config, params, tokenizer, generation, kind, described, quantization)
+    return LoadedModel(
+        source.config, params, tokenizer, generation, kind, described, quantization, layouts
+    )
+
+
+def chosen_storage(
+    source: Source, asked: str | None, platform: str
+) -> tuple[str, dict[str, Layout] | None]:
+    """The kind to have a source's weights in, as `asked`, and the layouts of those that stay as
+    they are stored; None: they are read as numbers and rounded, if the kind is not none.
+
+    Weights stay where nothing else is asked for, or a kind that they are stored in; not where it
+    rounds activations, which meet groups of weights one by one, so that one scale a row is faster.
+    Raises CheckpointError as `chosen_kind` does.
+    """
+    stored = NONE if source.packed is None else source.packed.kind
+    if stored == NONE:
+        return chosen_kind(asked, NONE, platform), None
+    layouts = kept_layouts(source)
+    kind = stored if asked in (None, AUTO) else chosen_kind(asked, NONE, platform)
+    grouped = any(layout.group for layout in layouts.values())
+    if asked in (None, AUTO) and (not layouts or platform not in KINDS[kind].platforms):
+        logger.info(f"weights stored as {stored} are made numbers of: no form of it runs here")
+        return NONE, None
+    if kind == NONE or not layouts or not alike(kind, stored):
+        return kind, None
+    if grouped and kind != stored and KINDS[kind].activations != "as_given":
+        return kind, None
+    for line in describe_kept(source, layouts):
+        logger.info(line)
+    return kind, layouts
 
 
 def chosen_kind(asked: str | None, stored: str, platform: str) -> str:
@@ -176,7 +213,14 @@ def _load_orbax(
         progress("restoring parameters", 1, 1)
     description = f"Orbax checkpoint {path}"
     return LoadedModel(
-        manifest.config, params, tokenizer, generation, kind, description, quantization
+        manifest.config,
+        params,
+        tokenizer,
+        generation,
+        kind,
+        description,
+        quantization,
+        manifest.layouts,
     )
 
 

@@ -34,9 +34,9 @@ from jaxinfer.json_files import parse_object
 from jaxinfer.models import family_of
 from jaxinfer.models.hf_config import check_sizes
 from jaxinfer.params import ParamSpec, Tree, map_named_specs, map_specs, named_leaves
-from jaxinfer.quantization.kinds import KINDS, NONE
+from jaxinfer.quantization.kinds import KINDS, NONE, Layout
 from jaxinfer.quantization.quantise import placing
-from jaxinfer.quantization.weight import Quantised, quantised_specs
+from jaxinfer.quantization.weight import Layouts, Quantised, quantised_specs
 from jaxinfer.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
@@ -47,6 +47,7 @@ _RULES = {  # of the manifest's fields
     "dtype": one_of(*DTYPES),
     "source": TEXT,
     "quantization": one_of(NONE, *KINDS),
+    "layouts": SETTINGS.or_null(),
     "tensors": SETTINGS,
     "files": SETTINGS,
 }
@@ -60,6 +61,7 @@ class Manifest:
         dtype: what the parameters are stored in, but for quantised ones.
         source: what the checkpoint was converted from.
         quantization: the kind of its weights (`quantization.kinds`), or none.
+        layouts: of its parameters, where they are not the kind's own; None: they are.
         tensors: path in the tree -> [shape, dtype].
         files: path under params/ -> [bytes, CRC-32].
     """
@@ -68,6 +70,7 @@ class Manifest:
     dtype: str
     source: str
     quantization: str
+    layouts: Layouts | None
     tensors: dict[str, tuple[tuple[int, ...], str]]
     files: dict[str, tuple[int, int]]
 
@@ -89,9 +92,10 @@ def save(
     tokenizer: Tokenizer,
     source: str,
     quantization: str = NONE,
+    layouts: Layouts | None = None,
 ) -> None:
     """Write a checkpoint folder at `path` of parameters that are in memory (see `writing`)."""
-    with writing(path, config, dtype, tokenizer, source, quantization) as write:
+    with writing(path, config, dtype, tokenizer, source, quantization, layouts) as write:
         for name, array in named_leaves(params):
             write(name, np.asarray(array))
 
@@ -104,6 +108,7 @@ def writing(
     tokenizer: Tokenizer,
     source: str,
     quantization: str = NONE,
+    layouts: Layouts | None = None,
 ) -> Iterator[Callable[[str, np.ndarray], None]]:
     """A function that writes one parameter of a checkpoint folder at `path`.
 
@@ -126,7 +131,8 @@ def writing(
 
             tokenizer.save(partial / TOKENIZER)
             specs = family_of(config.family).param_specs(config)
-            _save_skeleton(partial / PARAMS, quantised_specs(specs, quantization, dtype), dtype)
+            stored = quantised_specs(specs, quantization, dtype, layouts)
+            _save_skeleton(partial / PARAMS, stored, dtype)
             yield write
             manifest = {
                 "format_version": FORMAT_VERSION,
@@ -134,6 +140,9 @@ def writing(
                 "dtype": dtype,
                 "source": source,
                 "quantization": quantization,
+                "layouts": None
+                if layouts is None
+                else {n: at.to_json() for n, at in layouts.items()},
                 "tensors": tensors,
                 "files": files | _inventory(partial / PARAMS, files),
             }
@@ -148,7 +157,7 @@ def read_manifest(path: Path) -> Manifest:
     """jaxinfer.json of a checkpoint folder. Raises CheckpointError naming what is wrong in it."""
     file = path / MANIFEST
     try:
-        data = {"quantization": NONE} | parse_object(file.read_text("utf-8"))
+        data = {"quantization": NONE, "layouts": None} | parse_object(file.read_text("utf-8"))
         for name, rule in _RULES.items():
             rule.check(name, data.get(name))
         if data["format_version"] != FORMAT_VERSION:
@@ -164,6 +173,7 @@ def read_manifest(path: Path) -> Manifest:
             data["dtype"],
             data["source"],
             data["quantization"],
+            data["layouts"] and {n: Layout.from_json(d) for n, d in data["layouts"].items()},
             {
                 n: (tuple(shape), np.dtype(kind).name)
                 for n, (shape, kind) in data["tensors"].items()
@@ -198,7 +208,7 @@ def restore(
     specs = family_of(manifest.config.family).param_specs(manifest.config)
     wanted, quantised = quantization or manifest.quantization, manifest.quantization != NONE
     if quantised:
-        specs = quantised_specs(specs, wanted, dtype)
+        specs = quantised_specs(specs, wanted, dtype, manifest.layouts)
     spec_of = dict(named_leaves(specs))
     put = placing(NONE if quantised else wanted, dtype, sharding_of)
 
@@ -225,7 +235,7 @@ def is_current(path: Path) -> bool:
 def check(path: Path, manifest: Manifest) -> None:
     """Raise CheckpointError for tensors this version does not expect and files of a wrong size."""
     plain = family_of(manifest.config.family).param_specs(manifest.config)
-    specs = quantised_specs(plain, manifest.quantization, manifest.dtype)
+    specs = quantised_specs(plain, manifest.quantization, manifest.dtype, manifest.layouts)
     expected = {name: spec.shape for name, spec in named_leaves(specs)}
     found = {name: shape for name, (shape, _) in manifest.tensors.items()}
     problems = [

@@ -12,12 +12,13 @@ from safetensors import SafetensorError, safe_open
 
 from jaxinfer.checkpoints.base_names import complete_names
 from jaxinfer.checkpoints.errors import CheckpointError
-from jaxinfer.checkpoints.fp8 import Fp8Tensors
+from jaxinfer.checkpoints.quantised_files import QuantisedFiles
 from jaxinfer.checkpoints.source import Source, Tensors
 from jaxinfer.config import ModelConfig
 from jaxinfer.json_files import read_object
+from jaxinfer.models import family_of
 from jaxinfer.models.hf_config import model_config
-from jaxinfer.models.hf_quantization import fp8_block
+from jaxinfer.models.hf_quantization import hf_storage
 from jaxinfer.tokenizer import Tokenizer, eos_token_ids
 from jaxinfer.tokenizer_files import MissingTokenizerError
 
@@ -46,6 +47,10 @@ class SafetensorsFiles:
                 f"{self.where(name)}: {name}: stored as {self.dtypes[name]}, expected one of "
                 f"{', '.join(_DTYPES)}"
             )
+        return self.raw(name)
+
+    def raw(self, name: str) -> np.ndarray:
+        """A tensor of integers or numbers, whatever it is for."""
         with safe_open(self._files[name], framework="numpy") as file:
             return file.get_tensor(name)
 
@@ -84,8 +89,12 @@ def open_huggingface(folder: Path) -> Source:
     hf, config, eos_ids = read_hf_config(folder / "config.json")
     description, files = f"Hugging Face folder {folder}", SafetensorsFiles(_files(folder))
     _check_all_listed(folder / INDEX, files)
-    block = fp8_block(hf)
-    tensors: Tensors = files if block is None else Fp8Tensors(files, block, description)
+    storage, packed = hf_storage(hf), None
+    tensors: Tensors = files
+    if storage is not None and storage.schemes:
+        wanted = family_of(config.family).hf_sources(config).values()
+        known = {name for source in wanted for name in source.tensors}
+        tensors = packed = QuantisedFiles(files, storage, known, description)
     tensors = complete_names(tensors, config)
     tokenizer, missing = None, ""
     try:
@@ -95,7 +104,8 @@ def open_huggingface(folder: Path) -> Source:
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
-    return Source(description, config, dtype, tensors, tokenizer, missing)
+    packed = packed if tensors is packed else None
+    return Source(description, config, dtype, tensors, tokenizer, missing, packed)
 
 
 def read_hf_config(file: Path) -> tuple[dict[str, Any], ModelConfig, tuple[int, ...]]:

@@ -17,16 +17,19 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.packed import Packed, read_kept
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of
 from jaxinfer.models.base import HfSource
 from jaxinfer.params import ParamSpec, Tree, map_named_specs, named_leaves
+from jaxinfer.quantization.kinds import KINDS, NONE
+from jaxinfer.quantization.weight import Layouts
 from jaxinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]  # (what, done, total), for a progress bar
-Place = Callable[[np.ndarray, ParamSpec], Any]  # host array -> where the parameter lives
+Place = Callable[[Any, ParamSpec], Any]  # host array, or Quantised -> where the parameter lives
 
 _LAYER = re.compile(r"model\.layers\.(\d+)(?=\.)")
 # Buffers that some exporters write and nothing reads: they follow from the config.
@@ -56,7 +59,8 @@ class Tensors(Protocol):
 class Source:
     """An opened checkpoint: nothing but headers, config and tokenizer have been read.
 
-    Where it has no tokenizer, `no_tokenizer` says what was looked for.
+    Where it has no tokenizer, `no_tokenizer` says what was looked for. `packed` are the `tensors`
+    of a checkpoint that stores some of them in few bits.
     """
 
     description: str
@@ -65,6 +69,7 @@ class Source:
     tensors: Tensors
     tokenizer: Tokenizer | None
     no_tokenizer: str = ""
+    packed: Packed | None = None
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises CheckpointError when there is none."""
@@ -155,12 +160,20 @@ def summarise(description: str, problems: list[str], limit: int = 8) -> str:
     return f"{description} cannot be loaded:\n  {shown}{more}"
 
 
-def load_params(source: Source, dtype: str, place: Place, progress: Progress | None = None) -> Tree:
+def load_params(
+    source: Source,
+    dtype: str,
+    place: Place,
+    progress: Progress | None = None,
+    kept: tuple[str, Layouts] = (NONE, {}),
+) -> Tree:
     """The parameter tree in `dtype`, each parameter passed through `place` as soon as it is made.
 
-    Raises CheckpointError for defects of the inventory and for NaN or Inf values.
+    `kept` is the kind to serve in and the layouts of those that stay as they are stored. Raises
+    CheckpointError for defects of the inventory and for NaN or Inf values.
     """
     check_inventory(source)
+    quantization, layouts = kept
     family = family_of(source.config.family)
     sources = family.hf_sources(source.config)
     specs = family.param_specs(source.config)
@@ -168,12 +181,21 @@ def load_params(source: Source, dtype: str, place: Place, progress: Progress | N
 
     def make(path: str, spec: ParamSpec) -> Any:
         hf = sources[path].found_in(source.tensors.shapes)
-        array = _assemble(source, path, hf, spec, dtype)
+        if path in layouts:
+            kind = KINDS[quantization]
+            made: Any = read_kept(source, path, hf, spec, layouts[path], kind, dtype)
+        else:
+            made = _assemble(source, path, hf, spec, dtype)
         if progress:
             progress("loading tensors", next(done), total)
-        return place(array, spec)
+        return place(made, spec)
 
     return map_named_specs(make, specs)
+
+
+def read_param(source: Source, path: str, hf: HfSource, spec: ParamSpec, dtype: str) -> np.ndarray:
+    """One parameter in `dtype`, of a source whose inventory was checked."""
+    return _assemble(source, path, hf.found_in(source.tensors.shapes), spec, dtype)
 
 
 def _assemble(source: Source, path: str, hf: HfSource, spec: ParamSpec, dtype: str) -> np.ndarray:

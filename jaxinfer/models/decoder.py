@@ -54,7 +54,7 @@ from jaxinfer.models.mla import latent_attention
 from jaxinfer.models.moe import moe
 from jaxinfer.models.rope import rope_tables
 from jaxinfer.params import Tree
-from jaxinfer.quantization.weight import Quantised
+from jaxinfer.quantization.weight import Heard, Quantised
 
 
 def embed(
@@ -167,7 +167,7 @@ def _norm_qk(
 
 
 def project_out(
-    attended: Float[Array, "T KV G hd"], weight: Float[Array, "D KV Ghd"] | Quantised
+    attended: Float[Array, "T KV G hd"], weight: Float[Array, "D KV Ghd"] | Quantised | Heard
 ) -> Float[Array, "T D"]:
     """Attention output projection: contracts all heads."""
     return linear(attended.reshape(*attended.shape[:2], -1), weight)

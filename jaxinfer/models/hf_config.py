@@ -23,7 +23,7 @@ from jaxinfer.models.hf_fields import (
     WIDTH,
     HfConfig,
 )
-from jaxinfer.models.hf_quantization import fp8_block
+from jaxinfer.models.hf_quantization import hf_storage
 from jaxinfer.models.rope_config import rope_config
 
 # What fields of a ModelConfig may be, whatever they come from.
@@ -88,7 +88,7 @@ def _model_config(hf: HfConfig) -> ModelConfig:
         raise ValueError("config.json has no model_type")
     family = family_of(hf["model_type"])
     _check_architecture(hf["model_type"], hf.get("architectures") or [])
-    fp8_block(hf)  # refuses what no reader knows
+    hf_storage(hf)  # refuses what no reader knows
     return family.config_from_hf(hf, rope_config(hf))
 
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.quantization.weight import Quantised, multiply, rows_of
+from jaxinfer.quantization.weight import Heard, Quantised, multiply, rows_of
 
 
 def linear(
-    x: Float[Array, "T ..."], weight: Float[Array, ...] | Quantised, out_dtype: Any = None
+    x: Float[Array, "T ..."], weight: Float[Array, ...] | Quantised | Heard, out_dtype: Any = None
 ) -> Float[Array, "T ..."]:
     """x @ weight.T over all axes of x but the first; weights are stored (out..., in...).
 
@@ -26,6 +26,9 @@ def linear(
     one for XLA on CPUs. The product is taken over a flat weight: with several output axes XLA
     would transpose and copy the whole weight in every step.
     """
+    if isinstance(weight, Heard):
+        weight.hear(x.reshape(x.shape[0], -1))
+        return linear(x, weight.array, out_dtype)
     outputs = weight.shape[: len(weight.shape) - (x.ndim - 1)]
     x = x.reshape(x.shape[0], -1)
     if isinstance(weight, Quantised):
@@ -39,10 +42,13 @@ def linear(
 def linear_of_experts(
     product: Callable[..., Array],
     x: Float[Array, "R K"],
-    weight: Float[Array, "E *outputs K"] | Quantised,
+    weight: Float[Array, "E *outputs K"] | Quantised | Heard,
     sizes: Int[Array, " E"],
 ) -> Float[Array, "R ..."]:
     """Rows times the matrices of their experts, by `product`, the `multiply` of `base.Experts`."""
+    if isinstance(weight, Heard):
+        weight.hear(x)
+        return linear_of_experts(product, x, weight.array, sizes)
     count, *outputs = weight.shape[:-1]
     if isinstance(weight, Quantised):
         products = [product(x, term, sizes) for term in weight.terms]

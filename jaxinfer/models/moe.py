@@ -26,7 +26,7 @@ from jaxinfer.models.layers import (
     mlp_block,
 )
 from jaxinfer.params import ParamSpec, Tree
-from jaxinfer.quantization.weight import Quantised
+from jaxinfer.quantization.weight import Heard, Quantised
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 Names = tuple[str, tuple[str, str, str]]
@@ -187,8 +187,8 @@ def _experts(
     m: MoeConfig,
     multiply: Any,
     routed: Routed,
-    gate_up: Float[Array, "E blocks 2 block D"] | Quantised,
-    down: Float[Array, "E D F"] | Quantised,
+    gate_up: Float[Array, "E blocks 2 block D"] | Quantised | Heard,
+    down: Float[Array, "E D F"] | Quantised | Heard,
     bias: Float[Array, "R blocks 2 block"] | None,
 ) -> Float[Array, "T D"]:
     """Each token's experts, or a device's part of all of them, by their shares."""

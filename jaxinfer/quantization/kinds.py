@@ -2,10 +2,85 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-Activations = Literal["as_given", "int8", "int8_pair"]
+Activations = Literal["as_given", "int8", "int8_pair", "float8_e4m3fn"]
+Values = Literal["int8", "float8_e4m3fn", "int4", "float4_e2m1fn"]
+BITS: dict[str, int] = {"int8": 8, "float8_e4m3fn": 8, "int4": 4, "float4_e2m1fn": 4}
+SMALLEST_GROUP = 16  # columns: with fewer, scales take what the values save
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one matrix [N, K] is stored.
+
+    Attributes:
+        values: what an entry is. int4: 0 to 15, meant as the difference from a zero point;
+            float4_e2m1fn: MXFP4's (OCP Microscaling Formats specification 1.0).
+        group: consecutive columns that share a scale; 0: all of a row.
+        rows: rows that share it.
+        terms: values an entry is the sum of; the second is for what the first leaves over.
+        zeros: groups have zero points of their own, of this dtype, in place of 8; of int4 only.
+        order: columns are sorted by group, and a product's other operand has to be as well.
+        scales: their dtype.
+    """
+
+    values: Values = "int8"
+    group: int = 0
+    rows: int = 1
+    terms: int = 1
+    zeros: Literal["", "uint8", "float32"] = ""
+    order: bool = False
+    scales: str = "float32"
+
+    @property
+    def bits(self) -> int:
+        """Of a value."""
+        return BITS[self.values]
+
+    @property
+    def storage(self) -> tuple[str, int]:
+        """What kinds that can serve each other's weights have in common."""
+        return self.values, self.terms
+
+    def fitted(self, columns: int) -> Layout | None:
+        """It with groups that divide so many columns; None: there are none."""
+        if self.bits == 4 and columns % 2:
+            return None
+        if self.values == "float4_e2m1fn":
+            return self if columns % self.group == 0 else None
+        group = self.group
+        while group and columns % group:
+            group = group // 2 if group > SMALLEST_GROUP else 0
+        rows = self.rows if group else 1
+        return (
+            None if self.group and not group else dataclasses.replace(self, group=group, rows=rows)
+        )
+
+    def describe(self) -> str:
+        """In words."""
+        block = f"{self.rows} x {self.group} blocks" if self.rows > 1 else f"groups of {self.group}"
+        extra = [
+            block if self.group else "one scale a row",
+            *(["two terms"] if self.terms == 2 else []),
+            *(["zero points"] if self.zeros else []),
+            *(["sorted columns"] if self.order else []),
+        ]
+        return f"{self.values}, {', '.join(extra)}"
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Layout:
+        """Raises ValueError for what is no layout."""
+        layout = Layout(**data)
+        sizes = (layout.group, layout.rows, layout.terms)
+        if layout.values not in BITS or any(type(size) is not int or size < 0 for size in sizes):
+            raise ValueError(f"layout {data} is not known")
+        return layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,31 +88,44 @@ class Kind:
     """How the weights of products are stored, and how they are multiplied.
 
     Attributes:
-        terms: int8 values a weight is the sum of; the second is for what the first leaves over.
-            All weights of an output share one scale.
-        activations: how the other operand is rounded before a product: not at all, to int8 with a
-            scale a token (Dettmers et al. 2022, arXiv:2208.07339), or to two int8 terms.
+        layout: of every weight, as far as it fits; weights that were read so may have others of
+            the same storage.
+        activations: how the other operand is rounded before a product: not at all, to int8 or
+            float8 with a scale a token (Dettmers et al. 2022, arXiv:2208.07339), or to two int8
+            terms.
         platforms: of devices that it is served on.
         what: in words.
+        vocabulary: whether the embedding and the head are rounded too; 4-bit kinds have 8 for them.
     """
 
-    terms: int
+    layout: Layout
     activations: Activations
     platforms: tuple[str, ...]
     what: str
+    vocabulary: bool = True
 
     @property
     def products(self) -> int:
         """Products of one term with another that a product is made of."""
-        return self.terms * (2 if self.activations == "int8_pair" else 1)
+        return self.layout.terms * (2 if self.activations == "int8_pair" else 1)
 
 
 NONE, AUTO = "none", "auto"
+_PAIRS, _FLOAT8 = Layout(terms=2), Layout("float8_e4m3fn")
+_INT4, _MXFP4 = Layout("int4", 128, zeros="uint8"), Layout("float4_e2m1fn", 32, scales="bfloat16")
+_BLOCKS = Layout("float8_e4m3fn", 128, 128)
+_CPU = ("cpu",)
+_CPU = ("cpu",)
 KINDS = {
-    "int8": Kind(1, "as_given", ("cpu",), "int8 weights; activations as they are"),
-    "w8a8": Kind(1, "int8", ("cpu",), "int8 weights and activations"),
-    "w8a8-hl": Kind(1, "int8_pair", ("cpu",), "int8 weights, activations in two int8 terms"),
-    "w16a16": Kind(2, "int8_pair", ("cpu",), "weights and activations in two int8 terms each"),
+    "int8": Kind(Layout(), "as_given", _CPU, "int8 weights; activations as they are"),
+    "w8a8": Kind(Layout(), "int8", _CPU, "int8 weights and activations"),
+    "w8a8-hl": Kind(Layout(), "int8_pair", _CPU, "int8 weights, activations in two int8 terms"),
+    "w16a16": Kind(_PAIRS, "int8_pair", _CPU, "weights and activations in two int8 terms each"),
+    "int4": Kind(_INT4, "as_given", _CPU, "int4 weights in groups of up to 128"),
+    "mxfp4": Kind(_MXFP4, "as_given", _CPU, "4-bit floats in groups of 32"),
+    "fp8": Kind(_FLOAT8, "as_given", _CPU, "float8 weights", False),
+    "fp8-block": Kind(_BLOCKS, "as_given", _CPU, "float8 weights, 128 x 128 blocks", False),
+    "w8a8-fp8": Kind(_FLOAT8, "float8_e4m3fn", _CPU, "float8 weights and activations", False),
 }
 # By platform, as measured (docs/quantisation.md): the fastest whose answers stay close.
 _AUTO = {"cpu": "w8a8-hl"}
@@ -49,18 +137,23 @@ def check_name(name: str | None) -> None:
         raise ValueError(f"quantization is {name!r}; choose {NONE}, {AUTO}, {', '.join(KINDS)}")
 
 
+def alike(one: str, other: str) -> bool:
+    """Whether weights that are stored in one kind can be served in the other."""
+    return KINDS[one].layout.storage == KINDS[other].layout.storage
+
+
 def choose(asked: str | None, stored: str, platform: str) -> str:
     """The kind to serve in: as `asked` (None: as stored), for weights that are stored in a kind.
 
     Raises ValueError when the stored weights or the platform do not allow it.
     """
     check_name(asked)
-    if asked == AUTO:
-        asked = _best(stored, platform)
-    elif asked is None:
+    if asked is None or (asked == AUTO and stored != NONE):
         asked = stored
-    if stored != NONE and (asked == NONE or KINDS[asked].terms != KINDS[stored].terms):
-        same = [name for name, kind in KINDS.items() if kind.terms == KINDS[stored].terms]
+    elif asked == AUTO:
+        asked = _AUTO.get(platform, NONE)
+    if stored != NONE and (asked == NONE or not alike(asked, stored)):
+        same = [name for name in KINDS if alike(name, stored)]
         raise ValueError(
             f"quantization is {asked!r}, but the checkpoint's weights are stored as {stored}, "
             f"which can be served as {' or '.join(same)}; for others, take the original checkpoint"
@@ -71,13 +164,3 @@ def choose(asked: str | None, stored: str, platform: str) -> str:
             f"on {platform}; serve without (--quantization {NONE})"
         )
     return asked
-
-
-def _best(stored: str, platform: str) -> str:
-    """What `auto` takes. Weights that were stored to be multiplied in a way of their own stay so;
-    "int8" says nothing of activations."""
-    best = _AUTO.get(platform, NONE)
-    if stored == NONE:
-        return best
-    free = KINDS[stored].activations == "as_given" and best != NONE
-    return best if free and KINDS[best].terms == KINDS[stored].terms else stored

@@ -1,4 +1,4 @@
-"""Weights rounded to int8, on the host, parameter by parameter."""
+"""Weights made `Quantised`, on the host, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -13,45 +13,63 @@ import numpy as np
 
 from jaxinfer.models import family_of
 from jaxinfer.params import ParamSpec, Tree, is_spec
-from jaxinfer.quantization.kinds import KINDS, NONE, choose
-from jaxinfer.quantization.weight import Quantised, quantised_spec
-from pallas_kernels.quantised_matmul.activations import INT8_MOST, PAIR
+from jaxinfer.quantization.kinds import KINDS, NONE, Kind, Layout, choose
+from jaxinfer.quantization.rounding import Rounded, round_matrix
+from jaxinfer.quantization.weight import (
+    Quantised,
+    activations_for,
+    own_layout,
+    quantised_spec,
+)
 
 if TYPE_CHECKING:
     from jaxinfer.checkpoints import LoadedModel
-
-_PIECE = 1 << 18  # values rounded at once: the temporaries stay in the CPU's cache
 
 
 def quantise(array: np.ndarray, spec: ParamSpec, quantization: str, dtype: str) -> Any:
     """A parameter in a kind (a name of `KINDS`, or none), as NumPy arrays: `Quantised`, or the
     array itself where no product takes it. `dtype` is what the model computes in.
-
-    Rounds to nearest, with one float32 scale for the weights of an output.
     """
-    if quantization == NONE or not spec.inputs:
+    layout = None if quantization == NONE else own_layout(spec, KINDS[quantization])
+    if layout is None:
         return array
-    parts = quantised_spec(spec, KINDS[quantization], dtype)
+    matrices = array.reshape(*_lead(spec), -1, math.prod(spec.shape[-spec.inputs :]))
+    rounded = [round_matrix(rows, layout) for rows in (matrices if _lead(spec) else [matrices])]
+    return assembled(rounded, spec, layout, KINDS[quantization], dtype)
+
+
+def assembled(
+    matrices: list[Rounded],
+    spec: ParamSpec,
+    layout: Layout,
+    kind: Kind,
+    dtype: str,
+) -> Quantised:
+    """A parameter made of its matrix [N, K], or of each expert's."""
+    parts = quantised_spec(spec, layout, activations_for(layout, kind), dtype)
     assert isinstance(parts, Quantised)
-    rows = array.reshape(math.prod(parts.scales.shape), -1)
-    values = np.empty(rows.shape, np.int8)
-    low = None if parts.low is None else np.empty(rows.shape, np.int8)
-    scales = np.empty(len(rows), np.float32)
-    step = max(1, _PIECE // rows.shape[1])
-    for start in range(0, len(rows), step):
-        piece = slice(start, start + step)
-        part = rows[piece].astype(np.float32)
-        scale = np.abs(part).max(axis=1) / np.float32(INT8_MOST)
-        scales[piece] = scale = np.maximum(scale, np.finfo(np.float32).tiny)
-        part /= scale[:, None]
-        high = np.rint(part)
-        values[piece] = high
-        if low is not None:
-            low[piece] = np.rint((part - high) * np.float32(PAIR))
-    arrays: list[np.ndarray] = [values, scales] if low is None else [values, scales, low]
-    specs = jax.tree.leaves(parts)
-    placed = [part.reshape(spec.shape) for part, spec in zip(arrays, specs, strict=True)]
-    return jax.tree.unflatten(jax.tree.structure(parts), placed)
+
+    def of(name: str, by_row: bool) -> np.ndarray | None:
+        own = [getattr(matrix, name) for matrix in matrices]
+        if own[0] is None:
+            return None
+        arrays = [part.T if by_row else part for part in own]
+        wanted = getattr(parts, name)
+        stacked = arrays[0] if len(arrays) == 1 else np.stack(arrays)
+        return np.ascontiguousarray(stacked.reshape(wanted.shape), wanted.dtype)
+
+    return dataclasses.replace(
+        parts,
+        values=of("values", False),
+        scales=of("scales", True),
+        low=of("low", False),
+        zeros=of("zeros", True),
+        order=of("order", False),
+    )
+
+
+def _lead(spec: ParamSpec) -> tuple[int, ...]:
+    return spec.shape[:1] if spec.axes[0] == "experts" else ()
 
 
 def quantise_params(params: Tree, specs: Tree, quantization: str, dtype: str) -> Tree:
@@ -59,7 +77,7 @@ def quantise_params(params: Tree, specs: Tree, quantization: str, dtype: str) ->
     the first device."""
 
     def of(spec: ParamSpec, array: Any) -> Any:
-        if quantization == NONE or not spec.inputs:
+        if quantization == NONE or own_layout(spec, KINDS[quantization]) is None:
             return array
         return jax.tree.map(jnp.asarray, quantise(np.asarray(array), spec, quantization, dtype))
 
@@ -79,17 +97,19 @@ def quantised_model(model: LoadedModel, quantization: str) -> LoadedModel:
 
 def placing(
     quantization: str, dtype: str, sharding_of: Callable[[ParamSpec], Any]
-) -> Callable[[np.ndarray, ParamSpec], Any]:
-    """What quantises a parameter that was read and puts its parts where they belong."""
+) -> Callable[[Any, ParamSpec], Any]:
+    """What quantises a parameter that was read, unless it was read so, and puts its parts where
+    they belong."""
 
-    def place(array: np.ndarray, spec: ParamSpec) -> Any:
-        if quantization == NONE:
-            return jax.device_put(array, sharding_of(spec))
-        parts = quantised_spec(spec, KINDS[quantization], dtype)
+    def place(array: Any, spec: ParamSpec) -> Any:
+        made = (
+            quantise(array, spec, quantization, dtype) if isinstance(array, np.ndarray) else array
+        )
+        if not isinstance(made, Quantised):
+            return jax.device_put(made, sharding_of(spec))
+        parts = quantised_spec(spec, made.layout, made.activations, dtype)
         return jax.tree.map(
-            lambda part, part_spec: jax.device_put(part, sharding_of(part_spec)),
-            quantise(array, spec, quantization, dtype),
-            parts,
+            lambda part, part_spec: jax.device_put(part, sharding_of(part_spec)), made, parts
         )
 
     return place

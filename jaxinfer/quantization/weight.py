@@ -4,119 +4,261 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.params import ParamSpec, Tree, is_spec, map_specs
-from jaxinfer.quantization.kinds import KINDS, NONE, Activations, Kind
-from pallas_kernels.quantised_matmul import QuantisedWeight, quantised_matmul
+from jaxinfer.params import Init, ParamSpec, Tree, is_spec, map_named_specs
+from jaxinfer.quantization.kinds import KINDS, NONE, Activations, Kind, Layout
+from jaxinfer.sharding import on_each_device, partition_spec
+from pallas_kernels.quantised_matmul import (
+    Implementation,
+    QuantisedWeight,
+    dequantise,
+    quantised_matmul,
+)
 from pallas_kernels.quantised_matmul.activations import PAIR
+
+Layouts = Mapping[str, Layout]  # by a parameter's path; those that are not named are numbers
+MOST_SHARDS = 8  # devices over which inputs are divided, each with whole groups of them
+
+
+@dataclass(frozen=True, slots=True)
+class Multiplier:
+    """What multiplies with a weight: a body, which is run on each device of a mesh for its part if
+    it is a kernel."""
+
+    body: Implementation = "reference"
+    mesh: Mesh | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantised:
-    """(values + low / 254) * scales, as a node of the parameters' tree.
+    """(values - zeros) * scales, as a node of the parameters' tree; see `kinds.Layout`.
 
     Its leaves are arrays, their structs, or their `ParamSpec`s: what holds for a parameter holds
     for each of them.
 
     Attributes:
-        values: int8 in the parameter's own shape [*outputs, *inputs], or [E, *outputs, *inputs].
-        scales: float32 of every output, [*outputs] or [E, *outputs].
-        low: int8 like `values`, the second term; None: there is none.
+        values: in the parameter's own shape [*outputs, *inputs], or [E, *outputs, *inputs], of
+            which 4 bits take half the last axis; packed as a `QuantisedWeight`'s are.
+        scales: of the flat matrix's groups, [groups, ceil(N / rows)] or [E, ...].
+        low: int8 like `values`, the second term, in units of 1/254; None: there is none.
+        zeros: like `scales`, or None.
+        order: i32[K], or None: where the flat matrix's columns are sorted.
+        axes: the parameter's logical axes.
         inputs: how many trailing axes a product sums over.
-        experts: the first axis is of experts, each with a matrix of its own.
+        layout: how it is stored.
         activations: see `kinds.Kind`.
         dtype: of the numbers that it stands for.
+        multiplier: what multiplies with it.
     """
 
     values: Any
     scales: Any
     low: Any = None
+    zeros: Any = None
+    order: Any = None
+    axes: tuple[str | None, ...] = field(default=(), metadata={"static": True})
     inputs: int = field(default=1, metadata={"static": True})
-    experts: bool = field(default=False, metadata={"static": True})
+    layout: Layout = field(default=Layout(), metadata={"static": True})
     activations: Activations = field(default="as_given", metadata={"static": True})
     dtype: str = field(default="float32", metadata={"static": True})
+    multiplier: Multiplier = field(default=Multiplier(), metadata={"static": True})
+
+    @property
+    def experts(self) -> bool:
+        """Whether the first axis is of experts, each with a matrix of its own."""
+        return self.axes[0] == "experts"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The parameter's."""
-        return self.values.shape
-
-    @property
-    def outputs(self) -> tuple[int, ...]:
-        """The axes that a product has of it."""
-        return self.shape[1 if self.experts else 0 : -self.inputs]
+        """The parameter's, or of a device's part of it."""
+        *axes, last = self.values.shape
+        return (*axes, last * (8 // self.layout.bits))
 
     @property
     def terms(self) -> list[QuantisedWeight]:
         """Matrices [N, K], or [E, N, K], that add up to it."""
+        parts = [(self.values, self.scales)]
+        if self.low is not None:
+            parts.append((self.low, self.scales / PAIR))
+        return [self._matrix(values, scales) for values, scales in parts]
+
+    def _matrix(self, values: Any, scales: Any) -> QuantisedWeight:
         lead = self.shape[:1] if self.experts else ()
         columns = math.prod(self.shape[-self.inputs :])
-        scales = self.scales.reshape(*lead, 1, -1)
-        parts = [(self.values, scales)]
-        if self.low is not None:
-            parts.append((self.low, scales / PAIR))
-        return [
-            QuantisedWeight(
-                values.reshape(*lead, -1, columns),
-                scale,
-                block=(1, columns),
-                activations=self.activations,
-            )
-            for values, scale in parts
-        ]
+        return QuantisedWeight(
+            values.reshape(*lead, -1, math.prod(values.shape[-self.inputs :])),
+            scales,
+            self.zeros,
+            self.order,
+            bits=self.layout.bits,
+            block=(self.layout.rows, self.layout.group or columns),
+            activations=self.activations,
+            codes="e2m1" if self.layout.values == "float4_e2m1fn" else "integers",
+        )
+
+    def specs(self) -> Quantised:
+        """In the place of every leaf, its `ParamSpec`."""
+        lead, rest = self.axes[: self.experts], self.axes[self.experts :]
+        by_group = (*lead, rest[-self.inputs], rest[0])
+
+        def spec(array: Any, axes: tuple[str | None, ...], init: Init) -> Any:
+            if array is None:
+                return None
+            sizes = zip(axes, array.shape, strict=True)
+            whole = tuple(None if size == 1 else axis for axis, size in sizes)
+            return ParamSpec(array.shape, whole, init, jnp.dtype(array.dtype).name)
+
+        return dataclasses.replace(
+            self,
+            values=spec(self.values, self.axes, "normal"),
+            scales=spec(self.scales, by_group, "ones"),
+            low=spec(self.low, self.axes, "normal"),
+            zeros=spec(self.zeros, by_group, "zeros"),
+            order=spec(self.order, (None,), "zeros"),
+        )
+
+    def placed(self) -> Quantised:
+        """In the place of every leaf, which mesh axes its axes are divided over."""
+        return jax.tree.map(lambda spec: partition_spec(spec.axes), self.specs(), is_leaf=is_spec)
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A parameter that lets somebody hear what it is multiplied with, outside of programs."""
+
+    array: Any
+    hear: Callable[[Float[Array, "T K"]], None]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's."""
+        return self.array.shape
 
 
 def multiply(x: Float[Array, "T K"], weight: Quantised, out_dtype: Any) -> Float[Array, "T N"]:
     """x times the transposed matrix that the weight stands for, over its flat outputs."""
-    products = [
-        quantised_matmul(x, term, implementation="reference", out_dtype=jnp.float32)
-        for term in weight.terms
-    ]
-    return sum(products[1:], start=products[0]).astype(out_dtype)
+    body, mesh = weight.multiplier.body, weight.multiplier.mesh
+
+    def own(x: Array, weight: Quantised) -> Array:
+        products = [
+            quantised_matmul(x, term, implementation=body, out_dtype=jnp.float32)
+            for term in weight.terms
+        ]
+        return sum(products[1:], start=products[0]).astype(out_dtype)
+
+    if body == "reference" or mesh is None:
+        return own(x, weight)
+    # Kernels are opaque to the compiler's partitioner.
+    outputs, inputs = partition_spec((weight.axes[0], weight.axes[-weight.inputs]))
+
+    def part(x: Array, weight: Quantised) -> Array:
+        product = own(x, weight)
+        return product if inputs is None else lax.psum(product, inputs)
+
+    specs = (PartitionSpec(None, inputs), weight.placed())
+    return on_each_device(part, mesh, specs, PartitionSpec(None, outputs))(x, weight)
 
 
 def rows_of(table: Quantised, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
     """Rows of a table [V, D], in its dtype."""
 
-    def take(array: Array) -> Array:
-        return array.at[tokens].get(mode="promise_in_bounds")
+    def of(term: QuantisedWeight) -> Array:
+        place = {"mode": "promise_in_bounds"}
+        blocks = tokens // term.block[0]
+        taken = dataclasses.replace(
+            term,
+            values=term.values.at[tokens].get(**place),
+            scales=term.scales.at[:, blocks].get(**place),
+            zeros=None if term.zeros is None else term.zeros.at[:, blocks].get(**place),
+            block=(1, term.block[1]),
+        )
+        return dequantise(taken)
 
-    rows = take(table.values).astype(jnp.float32)
-    if table.low is not None:
-        rows = rows + take(table.low).astype(jnp.float32) / PAIR
-    return (rows * take(table.scales)[:, None]).astype(table.dtype)
+    rows = [of(term) for term in table.terms]
+    return sum(rows[1:], start=rows[0]).astype(table.dtype)
 
 
-def quantised_spec(spec: ParamSpec, kind: Kind, dtype: str) -> ParamSpec | Quantised:
-    """The parts of a parameter in a kind; the parameter itself where no product takes it."""
-    if not spec.inputs:
+def quantised_spec(
+    spec: ParamSpec, layout: Layout | None, activations: Activations, dtype: str
+) -> ParamSpec | Quantised:
+    """The parts of a parameter in a layout; the parameter itself without one."""
+    if layout is None:
         return spec
-    values = dataclasses.replace(spec, dtype="int8", inputs=0)
-    scales = ParamSpec(spec.shape[: -spec.inputs], spec.axes[: -spec.inputs], "ones", "float32")
+    lead = spec.shape[:1] if spec.axes[0] == "experts" else ()
+    rows = math.prod(spec.shape[len(lead) : -spec.inputs])
+    columns = math.prod(spec.shape[-spec.inputs :])
+    *axes, last = spec.shape
+    stored = jnp.dtype("uint8" if layout.bits == 4 else layout.values)
+    values = jax.ShapeDtypeStruct((*axes, last // (8 // layout.bits)), stored)
+    blocks = (*lead, columns // (layout.group or columns), math.ceil(rows / layout.rows))
     return Quantised(
         values,
-        scales,
-        values if kind.terms == 2 else None,
+        jax.ShapeDtypeStruct(blocks, jnp.dtype(layout.scales)),
+        values if layout.terms == 2 else None,
+        jax.ShapeDtypeStruct(blocks, jnp.dtype(layout.zeros)) if layout.zeros else None,
+        jax.ShapeDtypeStruct((columns,), jnp.int32) if layout.order else None,
+        spec.axes,
         spec.inputs,
-        spec.axes[0] == "experts",
-        kind.activations,
+        layout,
+        activations,
         spec.resolve_dtype(dtype).name,
-    )
+    ).specs()
 
 
-def quantised_specs(specs: Tree, quantization: str, dtype: str) -> Tree:
-    """The specs of a model whose weights are in a kind, by its name."""
+def own_layout(spec: ParamSpec, kind: Kind) -> Layout | None:
+    """What a kind makes of a parameter; None where no product takes it, or the kind leaves it.
+
+    Groups of columns do not reach over what devices may have to divide, nor blocks of rows over
+    those that others come between.
+    """
+    vocabulary = spec.axes[0] == "vocab"
+    if not spec.inputs or (vocabulary and not kind.vocabulary):
+        return None
+    layout, columns = kind.layout, spec.shape[-1]
+    if vocabulary and layout.bits == 4:
+        return Layout()
+    outputs = spec.shape[1 if spec.axes[0] == "experts" else 0 : -spec.inputs]
+    if len(outputs) > 1:
+        layout = dataclasses.replace(layout, rows=math.gcd(layout.rows, outputs[-1]))
+    units = [columns]
+    if spec.inputs == 1 and spec.axes[-1] != "embed" and columns % MOST_SHARDS == 0:
+        units = [columns // MOST_SHARDS, columns]
+    by_row = Layout() if layout.bits == 4 else dataclasses.replace(layout, group=0, rows=1)
+    return next((fit for unit in units if (fit := layout.fitted(unit))), by_row)
+
+
+def activations_for(layout: Layout, kind: Kind) -> Activations:
+    """What a kind does to activations that meet a weight of that layout: rounding to what the
+    kind's own values are multiplied with is of no use to others."""
+    return kind.activations if layout.values == kind.layout.values else "as_given"
+
+
+def quantised_specs(
+    specs: Tree, quantization: str, dtype: str, layouts: Layouts | None = None
+) -> Tree:
+    """The specs of a model whose weights are in a kind, by its name: in the kind's own layouts, or
+    in those that are given."""
     if quantization == NONE:
         return specs
     kind = KINDS[quantization]
-    return map_specs(lambda spec: quantised_spec(spec, kind, dtype), specs)
+
+    def of(path: str, spec: ParamSpec) -> ParamSpec | Quantised:
+        layout = own_layout(spec, kind) if layouts is None else layouts.get(path)
+        if layout is None:
+            return spec
+        return quantised_spec(spec, layout, activations_for(layout, kind), dtype)
+
+    return map_named_specs(of, specs)
 
 
 def specs_of(params: Tree, specs: Tree) -> Tree:
@@ -125,7 +267,6 @@ def specs_of(params: Tree, specs: Tree) -> Tree:
     def of(spec: ParamSpec, param: Any) -> Any:
         if not isinstance(param, Quantised):
             return spec
-        kind = Kind(1 if param.low is None else 2, param.activations, (), "")
-        return quantised_spec(spec, kind, param.dtype)
+        return param.specs()
 
     return jax.tree.map(of, specs, params, is_leaf=is_spec)

@@ -29,7 +29,8 @@ def grouped_matmul(
             raise ValueError(f"weight: experts {list(weights.shape)} for x of {list(x.shape)}")
     if implementation.startswith("triton"):
         interpret = implementation == "triton_interpreted"
-        if not interpret and (why := problem(weights, x.dtype)):
+        read = not isinstance(weights, QuantisedWeight) or weights.integral
+        if not (interpret and read) and (why := problem(weights, x.dtype)):
             raise ValueError(f"weight: {why}")
         return triton.grouped_matmul(x, weights, group_sizes, interpret=interpret)
     body = reference.segments if implementation == "segments" else reference.ragged

@@ -39,7 +39,8 @@ def quantised_matmul(
     if implementation == "reference":
         return reference.quantised_matmul(x, weight, out_dtype=out_dtype)
     interpret = implementation.endswith("_interpreted")
-    if not interpret and (why := problem(weight, x.dtype)):
+    read = not isinstance(weight, QuantisedWeight) or weight.integral
+    if not (interpret and read) and (why := problem(weight, x.dtype)):
         raise ValueError(f"weight: {why}")
     how: dict[str, Any] = {"out_dtype": out_dtype, "interpret": interpret}
     hopper = implementation.startswith("mosaic")

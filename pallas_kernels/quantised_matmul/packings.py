@@ -27,7 +27,7 @@ def from_awq(
     outputs = _outputs(scales, qzeros)
     if qweight.shape[1] * NIBBLES != outputs:
         raise ValueError(f"qweight has {qweight.shape[1]} words a row, expected {outputs // 8}")
-    values, zeros = (_unpacked(words)[..., AWQ_ORDER] for words in (qweight, qzeros))
+    values, zeros = (unpacked(words)[..., AWQ_ORDER] for words in (qweight, qzeros))
     return _weight(values.reshape(-1, outputs).T, zeros.reshape(-1, outputs), scales, None)
 
 
@@ -51,9 +51,11 @@ def from_gptq(
     if qweight.shape[1] != outputs:
         raise ValueError(f"qweight has {qweight.shape[1]} outputs, scales have {outputs}")
     columns = qweight.shape[0] * NIBBLES
-    values = _unpacked(qweight.T).reshape(outputs, columns)
-    zeros = _unpacked(qzeros).reshape(-1, outputs) + np.uint8(zeros_less_one)
-    order = None if g_idx is None else _order(g_idx, columns, len(scales))
+    values = unpacked(qweight.T).reshape(outputs, columns)
+    zeros = unpacked(qzeros).reshape(-1, outputs) + np.uint8(zeros_less_one)
+    order = None if g_idx is None else columns_by_group(g_idx, columns, len(scales))
+    if order is not None and (order == np.arange(columns)).all():
+        order = None
     return _weight(values if order is None else values[:, order], zeros, scales, order)
 
 
@@ -64,21 +66,25 @@ def _outputs(scales: np.ndarray, qzeros: np.ndarray) -> int:
     return outputs
 
 
-def _unpacked(words: Int[np.ndarray, "*shape W"]) -> UInt8[np.ndarray, "*shape W 8"]:
-    """uint8 values, the lowest bits of every word first."""
-    shifts = np.arange(0, 32, 4, dtype=np.uint32)
-    return (words.view(np.uint32)[..., None] >> shifts & 15).astype(np.uint8)
+def unpacked(
+    words: Int[np.ndarray, "*shape W"], bits: int = 4
+) -> UInt8[np.ndarray, "*shape W each"]:
+    """uint8 values of so many bits, the lowest of every word first."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    whole = np.ascontiguousarray(words).view(np.uint32)[..., None]
+    return (whole >> shifts & ((1 << bits) - 1)).astype(np.uint8)
 
 
-def _order(g_idx: Int[np.ndarray, " K"], columns: int, groups: int) -> np.ndarray | None:
-    """The columns sorted by their group; None if they are so."""
+def columns_by_group(
+    g_idx: Int[np.ndarray, " K"], columns: int, groups: int
+) -> Int[np.ndarray, " K"]:
+    """i32[K]: the columns sorted by their group. Raises ValueError for groups of other sizes."""
     if g_idx.shape != (columns,):
         raise ValueError(f"g_idx has shape {g_idx.shape}, expected ({columns},)")
     sizes = np.bincount(g_idx, minlength=groups) if g_idx.min() >= 0 else np.zeros(0)
     if sizes.tolist() != [columns / groups] * groups:
         raise ValueError(f"g_idx: groups of {sorted(set(sizes.tolist()))} columns, not all alike")
-    order = np.argsort(g_idx, kind="stable").astype(np.int32)
-    return None if (order == np.arange(columns)).all() else order
+    return np.argsort(g_idx, kind="stable").astype(np.int32)
 
 
 def _weight(

@@ -13,9 +13,13 @@ from jaxtyping import Array
 # How x is rounded before the product: not at all, to int8 or float8 with a scale a row, or to two
 # int8 terms, the second for what the first leaves over.
 Activations = Literal["as_given", "int8", "int8_pair", "float8_e4m3fn"]
+Codes = Literal["integers", "e2m1"]
+# Twice the numbers that e2m1's three lower bits stand for: integers.
+TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
 ZERO_OF_INT4 = 8  # the stored value that means 0 where a weight has no zero points
 VALUES = {8: ("int8", "float8_e4m3fn"), 4: ("uint8",)}  # element types by bits of a weight
 SCALES = ("float32", "bfloat16", "float16")
+ZEROS = ("uint8", "float32")
 
 
 @jax.tree_util.register_dataclass
@@ -31,13 +35,15 @@ class QuantisedWeight:
             the one that is half a group further on.
         scales: floats [..., K / columns, ceil(N / rows)]: as kernels read them, those of one group
             of columns beside each other.
-        zeros: uint8 like `scales`, the stored values that mean 0, for 4 bits only; without them it
-            is `ZERO_OF_INT4`.
+        zeros: uint8 or float32 like `scales`, the stored values that mean 0, for 4 bits only;
+            without them it is `ZERO_OF_INT4`. Kernels take integers only.
         order: i32[K], where the weight's columns are sorted: column i belongs to x[:, order[i]].
         bits: of a value, 8 or 4.
         block: (rows, columns) that share a scale: (1, K) is one scale a channel, (1, 128) a group,
             (128, 128) a block.
         activations: see `Activations`.
+        codes: what 4 bits say: "integers" 0 to 15, or "e2m1" floats with the sign highest, as MXFP4
+            has them.
     """
 
     values: Any
@@ -47,12 +53,18 @@ class QuantisedWeight:
     bits: int = field(default=8, metadata={"static": True})
     block: tuple[int, int] = field(default=(1, 0), metadata={"static": True})
     activations: Activations = field(default="as_given", metadata={"static": True})
+    codes: Codes = field(default="integers", metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the matrix that it stands for."""
         *lead, columns = self.values.shape
         return (*lead, columns * (8 // self.bits))
+
+    @property
+    def integral(self) -> bool:
+        """Whether `integers` are what it is made of."""
+        return self.codes == "integers" and (self.zeros is None or self.zeros.dtype == jnp.uint8)
 
     @property
     def groups(self) -> int:
@@ -78,11 +90,15 @@ class QuantisedWeight:
             )
         if self.zeros is not None and self.bits != 4:
             raise ValueError("weight: zero points are for values of 4 bits")
-        if self.zeros is not None and (self.zeros.shape, self.zeros.dtype) != (expected, jnp.uint8):
+        if self.zeros is not None and (
+            self.zeros.shape != expected or self.zeros.dtype.name not in ZEROS
+        ):
             raise ValueError(
-                f"weight: zeros are {self.zeros.dtype}{list(self.zeros.shape)}, expected uint8 "
-                f"{list(expected)}"
+                f"weight: zeros are {self.zeros.dtype}{list(self.zeros.shape)}, expected "
+                f"{list(expected)} of {' or '.join(ZEROS)}"
             )
+        if self.codes == "e2m1" and (self.bits != 4 or self.zeros is not None):
+            raise ValueError("weight: e2m1 codes are of 4 bits, without zero points")
         if self.order is not None and (self.order.shape != (columns,) or lead):
             raise ValueError(
                 f"weight: order has shape {self.order.shape}, expected ({columns},) of one matrix"
@@ -92,6 +108,11 @@ class QuantisedWeight:
     def _check_activations(self) -> None:
         fits = {"float8_e4m3fn": "float8_e4m3fn", "int8": "int8", "int8_pair": "int8"}
         wanted = fits.get(self.activations)
+        if wanted is not None and self.zeros is not None and self.zeros.dtype != jnp.uint8:
+            raise ValueError(
+                f"weight: activations in {self.activations} need integers as zero points; choose "
+                "'as_given'"
+            )
         stored = "int8" if self.bits == 4 else self.values.dtype.name
         if wanted is not None and wanted != stored:
             raise ValueError(
@@ -101,22 +122,30 @@ class QuantisedWeight:
 
 
 def integers(weight: QuantisedWeight) -> Array:
-    """Values minus zero points [..., N, K]: int8, or float8 as it is stored."""
+    """Values minus zero points [..., N, K]: int8, or float8 as it is stored; float32 for zero
+    points that are. Of e2m1 codes it is twice the numbers; see `scales_by_output`."""
     if weight.bits == 8:
         return weight.values
     *lead, outputs, _ = weight.shape
     group = weight.block[1]
     packed = weight.values.reshape(*lead, outputs, weight.groups, 1, group // 2)
     halves = jnp.concatenate([packed & 15, packed >> 4], axis=-2).astype(jnp.int8)
+    if weight.codes == "e2m1":
+        twice = jnp.array([*TWICE_E2M1, *(-number for number in TWICE_E2M1)], jnp.int8)
+        return twice[halves].reshape(weight.shape)
     zeros: Any = jnp.int8(ZERO_OF_INT4)
     if weight.zeros is not None:
-        zeros = _by_output(weight.zeros, weight).astype(jnp.int8)[..., None, None]
+        zeros = _by_output(weight.zeros, weight)[..., None, None]
+        if zeros.dtype == jnp.float32:
+            return (halves.astype(jnp.float32) - zeros).reshape(weight.shape)
+        zeros = zeros.astype(jnp.int8)
     return (halves - zeros).reshape(weight.shape)
 
 
 def scales_by_output(weight: QuantisedWeight) -> Array:
-    """float32 scales [..., N, groups]."""
-    return _by_output(weight.scales, weight).astype(jnp.float32)
+    """float32 scales [..., N, groups] of `integers`."""
+    scales = _by_output(weight.scales, weight).astype(jnp.float32)
+    return scales / 2 if weight.codes == "e2m1" else scales
 
 
 def _by_output(array: Array, weight: QuantisedWeight) -> Array:

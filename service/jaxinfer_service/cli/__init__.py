@@ -21,6 +21,7 @@ from jaxinfer_service.cli.generate import generate
 from jaxinfer_service.cli.keys import make_key
 from jaxinfer_service.cli.options import Command
 from jaxinfer_service.cli.plan import plan
+from jaxinfer_service.cli.quantize import quantize
 from jaxinfer_service.cli.run_batch import run_batch
 from jaxinfer_service.cli.serve import serve
 from jaxinfer_service.cli.top import top
@@ -46,6 +47,7 @@ app.command(rich_help_panel=_RUN, cls=Command)(make_key)
 app.command(rich_help_panel=_WATCH, cls=Command)(top)
 app.command(rich_help_panel=_CHECKPOINTS, cls=Command)(convert)
 app.command(rich_help_panel=_CHECKPOINTS, cls=Command)(inspect)
+app.command(rich_help_panel=_CHECKPOINTS, cls=Command)(quantize)
 app.command(rich_help_panel=_MEASURE, cls=Command)(plan)
 app.command("eval", rich_help_panel=_MEASURE, cls=Command)(evaluate)
 

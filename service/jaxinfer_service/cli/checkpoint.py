@@ -158,7 +158,8 @@ def inspect(
         if not tensors:
             del fields["tensors"]
         if device_memory is not None:
-            fit = device_fit(info.config, info.dtype, device_memory, info.quantization, pages)
+            kinds = (info.quantization, info.layouts, pages)
+            fit = device_fit(info.config, info.dtype, device_memory, *kinds)
             fields["device"] = fit.to_json()
         typer.echo(json.dumps(fields, indent=1))
         return

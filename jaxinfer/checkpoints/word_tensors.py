@@ -1,0 +1,180 @@
+"""Matrices in 32-bit words of several values: as AWQ (Lin et al. 2023, arXiv:2306.00978), GPTQ
+(Frantar et al. 2022, arXiv:2210.17323) and compressed-tensors pack them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxinfer.models.hf_quantization import Scheme
+from jaxinfer.quantization.kinds import BITS, Layout
+from jaxinfer.quantization.rounding import Rounded
+from pallas_kernels.quantised_matmul import pack_int4
+from pallas_kernels.quantised_matmul.packings import AWQ_ORDER, columns_by_group, unpacked
+
+Headers = Mapping[str, tuple[tuple[int, ...], str]]  # suffix of a module -> shape, dtype as stored
+Read = Callable[[str], np.ndarray]  # suffix -> array
+SCALES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class Words(NamedTuple):
+    """Where a packing has what, by the suffix of a module's tensors.
+
+    Attributes:
+        values / scales / zeros / order: their suffixes; of zero points and order only some modules
+            have any.
+        transposed: values are [columns, rows], and scales [groups, rows].
+        by_column: a word holds values of one row, of neighbouring columns.
+        shape: the suffix of the matrix's own shape, where that is not the values'.
+    """
+
+    values: str
+    scales: str
+    zeros: str
+    order: str = ""
+    transposed: bool = True
+    by_column: bool = True
+    shape: str = ""
+
+
+WORDS = {
+    "awq": Words("qweight", "scales", "qzeros", by_column=False),
+    "gptq": Words("qweight", "scales", "qzeros", "g_idx"),
+    "compressed-tensors": Words(
+        "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", False,
+        shape="weight_shape",
+    ),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class WordMatrix:
+    """A matrix of shape [N, K], as its headers say. Reading it checks the rest."""
+
+    words: Words
+    scheme: Scheme
+    shape: tuple[int, int]
+    scales: str
+
+    @property
+    def group(self) -> int:
+        return self.scheme.group or self.shape[1]
+
+    @property
+    def layout(self) -> Layout | None:
+        """As what it can be kept; None: 8 bits with zero points of their own, which no kind has."""
+        scheme, (_, columns) = self.scheme, self.shape
+        if scheme.values == "int8" and not scheme.symmetric:
+            return None
+        group = scheme.group if self.group < columns else 0
+        zeros = not scheme.symmetric
+        return Layout(
+            scheme.values, group, 1, 1, "uint8" if zeros else "", scheme.order, self.scales
+        )
+
+    def read(self, read: Read) -> Rounded:
+        """Values packed as ours. Raises ValueError naming the tensor that contradicts the rest."""
+        values, zeros, scales, order = self._parts(read)
+        if self.scheme.values == "int8":
+            made = (values.astype(np.int16) - 128).astype(np.int8)
+            return Rounded(made, scales, order=order)
+        packed = np.asarray(pack_int4(values, self.group))
+        return Rounded(packed, scales, None, None if self.scheme.symmetric else zeros, order)
+
+    def numbers(self, read: Read) -> np.ndarray:
+        """float32 [N, K] that it stands for."""
+        values, zeros, scales, order = self._parts(read)
+        units = values.reshape(len(values), -1, self.group).astype(np.float32)
+        units -= zeros[:, :, None].astype(np.float32)
+        made = (units * scales.astype(np.float32)[:, :, None]).reshape(self.shape)
+        return made if order is None else made[:, np.argsort(order)]
+
+    def order(self, read: Read) -> np.ndarray | None:
+        """How the columns are sorted."""
+        if not self.scheme.order:
+            return None
+        columns = self.shape[1]
+        return columns_by_group(read(self.words.order), columns, columns // self.group)
+
+    def _parts(self, read: Read) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+        """Values [N, K] with columns sorted, zero points and scales [N, groups], and the order."""
+        w, bits, (rows, columns) = self.words, BITS[self.scheme.values], self.shape
+        middle, stored, scales = 1 << (bits - 1), read(w.values), read(w.scales)
+        if w.transposed and w.by_column:
+            values = unpacked(stored.T, bits).reshape(rows, -1)
+        elif w.transposed:
+            values = unpacked(stored, bits)[..., AWQ_ORDER].reshape(columns, rows).T
+        else:
+            values = unpacked(stored, bits).reshape(rows, -1)
+        values, scales = values[:, :columns], scales.T if w.transposed else scales
+        if (order := self.order(read)) is not None:
+            values = values[:, order]
+        return values, self._zeros(read, scales.shape, middle), scales, order
+
+    def _zeros(self, read: Read, shape: tuple[int, ...], middle: int) -> np.ndarray:
+        """Zero points [N, groups]."""
+        w, bits, rows = self.words, BITS[self.scheme.values], self.shape[0]
+        if self.scheme.symmetric and not w.transposed:
+            return np.full(shape, middle, np.uint8)
+        stored = read(w.zeros)
+        words = unpacked(stored if w.transposed else stored.T, bits)
+        words = words if w.by_column else words[..., AWQ_ORDER]
+        zeros = words.reshape(-1, words.shape[1] * words.shape[2]).T[:rows]
+        zeros = zeros + np.uint8(self.scheme.less_one)
+        if self.scheme.symmetric and (zeros != middle).any():
+            found = sorted(set(zeros.ravel().tolist()))[:4]
+            raise ValueError(
+                f"{w.zeros} mean {', '.join(map(str, found))}, but sym is true, so that they are "
+                f"{middle}; is checkpoint_format ('gptq' or 'gptq_v2') the file's?"
+            )
+        return zeros
+
+
+def word_matrix(
+    words: Words, scheme: Scheme, found: Headers, shape: np.ndarray | None
+) -> WordMatrix:
+    """A module's matrix; `shape` is what the file says it is, if it does.
+
+    Raises ValueError naming the tensor that is missing, or of another shape than the group size
+    and the others say.
+    """
+    each = 32 // BITS[scheme.values]
+    needed = [words.values, words.scales]
+    needed += [words.zeros] if words.transposed or not scheme.symmetric else []
+    needed += [words.order] if scheme.order else []
+    if missing := [suffix for suffix in needed if suffix not in found]:
+        what = {words.zeros: "zero points", words.order: "the columns' groups"}
+        raise ValueError(f"{what.get(missing[0], 'scales')} ({missing[0]}) are missing")
+    (height, width), _ = found[words.values]
+    if words.transposed:
+        rows, columns = (width, height * each) if words.by_column else (width * each, height)
+    else:
+        rows, columns = height, width * each
+    if shape is not None:
+        rows, columns = (int(size) for size in shape)
+        if (rows, -(-columns // each)) != (height, width):
+            raise ValueError(f"{words.shape} says [{rows}, {columns}], {words.values} another")
+    group = scheme.group or columns
+    if columns % group:
+        raise ValueError(f"group_size = {group} does not divide its {columns} columns")
+    groups, packed = columns // group, -(-rows // each)
+    expected = {
+        words.scales: (rows, groups),
+        words.zeros: (packed, groups),
+        words.order: (columns,),
+    }
+    for suffix in needed[1:]:
+        wanted = expected[suffix][::-1] if words.transposed else expected[suffix]
+        if found[suffix][0] != wanted:
+            raise ValueError(
+                f"{suffix} has shape {list(found[suffix][0])}, expected {list(wanted)} for groups "
+                f"of {group}"
+            )
+    stored = found[words.scales][1]
+    if stored not in SCALES or any(found[n][1] != "I32" for n in needed if n != words.scales):
+        raise ValueError(f"{words.values} and zero points must be I32, scales one of "
+                         f"{', '.join(SCALES)}; scales are {stored}")  # fmt: skip
+    return WordMatrix(words, scheme, (rows, columns), SCALES[stored])
