@@ -168,5 +168,5 @@ def test_what_pages_buy_is_said():
     said = fit.to_json()["savings"]
     before, after = said["full_length_sequences"]
     assert after == pytest.approx(before * 64 / 20, rel=1e-3) and said["kv_dtype"] == "int8"
-    both = device_fit(TINY, "float32", 1 << 30, "w8a8", "fp8")
+    both = device_fit(TINY, "float32", 1 << 30, "w8a8", kv_dtype="fp8")
     assert "without quantization and float8_e4m3fn pages" in "\n".join(both.lines())
