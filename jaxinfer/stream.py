@@ -111,13 +111,13 @@ class Stream:
         """Join what is new to what its reader has not taken yet."""
         waiting = self._pending.get(delta.index)
         if waiting is None:
-            self._pending[delta.index] = delta
+            self._pending[delta.index] = waiting = delta
         else:
             waiting.extend(delta)
-            sample = self.samples[delta.index]
-            if not sample.held and delta.finish is None and _size(waiting) >= MOST_UNREAD:
-                sample.held = True
-                self._hold(sample)
+        sample = self.samples[delta.index]
+        if _size(waiting) >= MOST_UNREAD and not sample.held and waiting.finish is None:
+            sample.held = True
+            self._hold(sample)
         self._wake.set()
 
     def fail(self, error: EngineStoppedError) -> None:

@@ -18,7 +18,7 @@ from jaxinfer.text import TextProcessor
 
 @in_loop
 async def test_prompts_are_logged_and_traced_when_asked_for(caplog):
-    caplog.set_level("DEBUG")
+    caplog.set_level("INFO", "jaxinfer_service.prompt_log")
     with collecting() as (collector, endpoint):
         tracing = open_tracing(endpoint)
         shown = {"tracing": tracing, "log_prompts": 7, "http_port": 0}
@@ -37,9 +37,11 @@ async def test_prompts_are_logged_and_traced_when_asked_for(caplog):
 
 @in_loop
 async def test_nothing_of_a_prompt_is_logged_otherwise(caplog):
-    caplog.set_level("DEBUG")
+    for name in (None, "jaxinfer", "jaxinfer_service"):
+        caplog.set_level("DEBUG", name)
     async with serving(ScriptedEngine(echo, LONG), http_port=0) as (_, client):
         await client.generate("sesame")
+    assert any(record.message == "finished" for record in caplog.records)
     assert "sesame" not in " ".join(str(vars(record)) for record in caplog.records)
 
 

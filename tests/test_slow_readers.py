@@ -113,12 +113,13 @@ async def test_a_reader_that_stops_slows_itself_alone(door):
     engine = ScriptedEngine(forever, LONG, step_seconds=0.0002)
     async with serving(engine, http_port=0) as (server, client), door(server) as read:
         began = await read(3)
-        await until(lambda: engine.holds)
         frontend = server._service.served.frontend
         (stream,) = frontend._streams.values()
-        await asyncio.sleep(0.05)
-        (_, _, made), held = engine.running[stream.id], len(stream._pending[0].token_ids)
-        assert MOST_TOKENS <= held <= 2 * MOST_TOKENS and made < TOKENS
+        await until(lambda: stream.id in engine.held)
+        _, _, made = engine.running[stream.id]
+        await until(lambda: stream.samples[0].generated == made)
+        held = len(stream._pending[0].token_ids)
+        assert MOST_TOKENS <= held < TOKENS // 2 and made < TOKENS
         others = [client.generate("y", max_new_tokens=50) for _ in range(4)]
         assert {len(each.token_ids) for each in await asyncio.gather(*others)} == {50}
         assert engine.running[stream.id][2] == made, "it goes on"

@@ -138,6 +138,11 @@ class Server:
         Raises ListenError, what `open_model` raises, or EngineFailedError; then nothing is left
         running.
         """
+        if on_signals:  # before anybody can see that it is there
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.shut_down)
+            loop.add_signal_handler(signal.SIGHUP, self.reload)
         check_listen(self.config.host, self.config.port)  # if both are taken, this one is named
         http = self._bind_http()
         try:
@@ -150,11 +155,6 @@ class Server:
         await server.start()
         if http is not None:
             http.start()
-        if on_signals:
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self.shut_down)
-            loop.add_signal_handler(signal.SIGHUP, self.reload)
         try:
             opened = await self._load()
             if opened is None:

@@ -65,16 +65,17 @@ class GrpcSpans(grpc.aio.ServerInterceptor):
         def around(method: Callable[[bytes, Any], Awaitable[Any]]) -> Callable[..., Any]:
             async def call(data: bytes, context: grpc.aio.ServicerContext) -> Any:
                 with _span(self._tracer, name, parent, said) as span:
-                    code = grpc.StatusCode.UNKNOWN
+                    code = grpc.StatusCode.OK
                     try:
-                        answer = await method(data, context)
-                        code = grpc.StatusCode.OK
-                        return answer
-                    except asyncio.CancelledError:
-                        code = _why_cancelled(context)
-                        raise
+                        return await method(data, context)
                     except grpc.aio.AbortError:
                         code = context.code()
+                        raise
+                    except asyncio.CancelledError:
+                        code = _unless_late(context, grpc.StatusCode.CANCELLED)
+                        raise
+                    except Exception:  # a call that has ended already cannot be aborted, for one
+                        code = _unless_late(context, grpc.StatusCode.UNKNOWN)
                         raise
                     finally:
                         _end_grpc(span, code)
@@ -84,10 +85,11 @@ class GrpcSpans(grpc.aio.ServerInterceptor):
         return wrapped(handler, around)
 
 
-def _why_cancelled(context: grpc.aio.ServicerContext) -> grpc.StatusCode:
+def _unless_late(context: grpc.aio.ServicerContext, code: grpc.StatusCode) -> grpc.StatusCode:
+    """`code`, or that the call's deadline has passed."""
     left: float | None = context.time_remaining()
     late = left is not None and left <= 0
-    return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+    return grpc.StatusCode.DEADLINE_EXCEEDED if late else code
 
 
 def _end_grpc(span: Span, code: grpc.StatusCode) -> None:
