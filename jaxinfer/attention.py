@@ -28,7 +28,8 @@ from pallas_kernels.paged_attention import (
     write_latent,
 )
 
-Pages = tuple[Array, ...]  # of keys and of values, or of keys that begin with values
+# Of keys and of values, and their scales if those are in 8 bits; or of keys that begin with values.
+Pages = tuple[Array, ...]
 
 
 def write(
@@ -64,8 +65,8 @@ def write(
     if kernels:
         heads, whole = partition_spec((None, "kv_heads")), PartitionSpec()
         pool = partition_spec(model.groups[0].axes)
-        specs = (heads, heads, heads, whole, (pool, pool), whole, whole, whole)
-        body = on_each_device(body, model.mesh, specs, (heads, (pool, pool)))
+        specs = (heads, heads, heads, whole, pool, whole, whole, whole)
+        body = on_each_device(body, model.mesh, specs, (heads, pool))
     return body(q, k, v, rotary, pages, *where, norms)
 
 
@@ -105,7 +106,8 @@ def attend_own(
     value_weights: Float[Array, "H out vd"] | None = None,
 ) -> Float[Array, "T KV G out"]:
     """`attend_pages` for the heads that a device has, whose values may go through matrices."""
-    k, v = pages if len(pages) == 2 else (pages[0], None)
+    k, *more = pages
+    v, k_scale, v_scale = (*more, None, None, None)[:3]
     how: dict[str, Any] = {
         "scale": model.config.scale,
         "window": kind.window,
@@ -114,6 +116,8 @@ def attend_own(
         "implementation": model.attention,
         "block": model.attention_block,
         "value_dim": model.config.value_dim,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
     }
     rows, parts = place.kv_lens.shape[0], []
     if rows:

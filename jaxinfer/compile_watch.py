@@ -27,8 +27,8 @@ class CompileWatch:
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def ready(self) -> None:
-        """Everything a request can reach is compiled from here on."""
-        self._armed = True
+        """Everything a request can reach is compiled from here on. The count begins at 0."""
+        self._armed, self.compiles_after_ready = True, 0
 
     def close(self) -> None:
         """Stop listening."""

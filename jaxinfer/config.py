@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxinfer.page_dtypes import page_dtype
 from jaxinfer.quantization.kinds import check_name
 from jaxinfer.request import MAX_PRIORITY
 
@@ -228,7 +229,8 @@ class EngineConfig:
         kv_pool_bytes: bytes of each device for the KV pool; None: what is left of its memory (on
             a CPU, whose memory is shared with others, at most 2 GiB).
         memory_utilization: fraction of the device's memory the engine may plan with.
-        dtype: weights and activations; kv_dtype: the KV pool (None: as dtype).
+        dtype: weights and activations.
+        kv_dtype: the KV pool, by a name of `page_dtypes`; None or auto: as dtype.
         overlap: dispatch a step before the previous one was read.
         tensor_parallel_size: devices one model replica is sharded over.
         max_queued_requests / max_queued_tokens: bounds of the waiting queue.
@@ -315,6 +317,11 @@ class EngineConfig:
                     f"{MOST_WEIGHT}"
                 )
         check_name(self.quantization)
-        for name, value in (("dtype", self.dtype), ("kv_dtype", self.kv_dtype or self.dtype)):
-            if value not in DTYPES:
-                raise ValueError(f"{name} is {value!r}; choose one of {', '.join(DTYPES)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        object.__setattr__(self, "kv_dtype", page_dtype(self.kv_dtype))  # by its own name
+
+    @property
+    def pages(self) -> str:
+        """The dtype of the KV pool."""
+        return self.kv_dtype or self.dtype

@@ -67,9 +67,9 @@ def choose(
 ) -> Determinism:
     """Find the way that holds here; the runner is left with its programs.
 
-    `hidden`: the model rounds its activations. A last bit that differs between two programs then
-    disappears in nearly every token and changes some, so that a probe cannot tell that all agree:
-    the way is "fixed".
+    `hidden`: activations, or keys and values, are rounded to few bits. A last bit that differs
+    between two programs then disappears in nearly every token and changes some, so that a probe
+    cannot tell that all agree: the way is "fixed".
 
     Programs in which a difference shows first are compiled first. Raises NotDeterministicError when
     neither way holds.
@@ -81,7 +81,7 @@ def choose(
     least = min((shape for shape in invariant if shape.chunk), key=lambda shape: shape.chunk)
     rest = tuple(shape for shape in invariant if shape not in (all_rows, least))
     probe = Probe(runner, groups, max_model_len, vocab_size)
-    difference: Difference | str | None = "rounded activations would hide a difference"
+    difference: Difference | str | None = "rounded numbers would hide a difference"
     if not hidden:
         build((all_rows, least))
         probe.say(least, all_rows)

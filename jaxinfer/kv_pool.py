@@ -2,12 +2,15 @@
 
 Layers with the same cache needs form a group; each group has its own page count and page table.
 Every layer has its own pair of arrays [pages, kv_heads, page_size, head_dim], so a step updates
-them in place; with latent attention it has one, whose keys begin with the values. Page 0 is the
+them in place; with latent attention it has one, whose keys begin with the values. Pages in 8 bits
+have float32 scales [pages, kv_heads, page_size] of keys and of values beside them. Page 0 is the
 null page.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +19,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.config import ModelConfig
+from jaxinfer.page_dtypes import in_8_bits
 from jaxinfer.sharding import LATENT_AXES, POOL_AXES
 from jaxinfer.step_plan import chunk_pages
 from jaxinfer.window_pages import most_kept, pages_of_one
 
-# One (k_pages, v_pages) a layer, or (latent_pages,): arrays or their structs.
+# Of a layer (k_pages, v_pages), with (k_scales, v_scales) behind them if those are in 8 bits, or
+# (latent_pages,): arrays or their structs.
 Pools = list[tuple[Any, ...]]
 
 
@@ -30,6 +35,7 @@ class KVGroup:
     `window` tokens (None: all).
 
     With `value_dim` the leading part of a key is its value, and values have no pages of their own.
+    Raises ValueError for such pages in 8 bits. `as_bits`: pages of float8 are arrays of uint8.
     """
 
     layers: tuple[int, ...]
@@ -40,11 +46,14 @@ class KVGroup:
     dtype: str
     window: int | None = None
     value_dim: int | None = None
+    as_bits: bool = False
 
-    @property
-    def num_arrays(self) -> int:
-        """Arrays of pages a layer has."""
-        return 2 if self.value_dim is None else 1
+    def __post_init__(self) -> None:
+        if self.value_dim is not None and in_8_bits(self.dtype):
+            raise ValueError(
+                f"kv_dtype is {self.dtype}, but latent attention's pages are served in float32, "
+                "bfloat16 or float16 only; choose one of them"
+            )
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -53,14 +62,14 @@ class KVGroup:
 
     @property
     def axes(self) -> tuple[str | None, ...]:
-        """Logical axes of the pages: a latent is that of all heads, so every device has it."""
+        """Logical axes of pages and scales: a latent is all heads', so every device has it."""
         return POOL_AXES if self.value_dim is None else LATENT_AXES
 
     @property
     def page_bytes(self) -> int:
-        """Bytes one page takes over all layers of the group, keys and values."""
-        per_layer = self.num_arrays * self.kv_heads * self.page_size * self.head_dim
-        return len(self.layers) * per_layer * jnp.dtype(self.dtype).itemsize
+        """Bytes one page takes over all layers of the group: keys, values and their scales."""
+        per_layer = sum(math.prod(a.shape[1:]) * a.dtype.itemsize for a in self.layer_arrays())
+        return len(self.layers) * per_layer
 
     @property
     def capacity(self) -> int:
@@ -75,6 +84,16 @@ class KVGroup:
     @property
     def layer_shape(self) -> tuple[int, int, int, int]:
         return (self.num_pages, self.kv_heads, self.page_size, self.head_dim)
+
+    def layer_arrays(self, sharding: Any = None) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What a layer's entry of the pools consists of."""
+        struct = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+        bits = self.as_bits and self.dtype == "float8_e4m3fn"
+        pages = struct(self.layer_shape, jnp.dtype("uint8" if bits else self.dtype))
+        if self.value_dim is not None:
+            return (pages,)
+        scales = struct(self.layer_shape[:3], jnp.dtype(jnp.float32))
+        return (pages, pages, scales, scales) if in_8_bits(self.dtype) else (pages, pages)
 
 
 def kv_groups(
@@ -106,6 +125,11 @@ def least_pages(groups: tuple[KVGroup, ...], length: int, chunk_tokens: int) -> 
     """Pages of each group, the null page among them, that serve one sequence of `length` tokens
     whose prompt is computed by `chunk_tokens`."""
     return tuple(1 + pages_of_one(g.window, length, g.page_size, chunk_tokens) for g in groups)
+
+
+def on_platform(groups: tuple[KVGroup, ...], platform: str) -> tuple[KVGroup, ...]:
+    """The groups as a platform's programs take them: XLA for CPUs has no float8."""
+    return tuple(dataclasses.replace(group, as_bits=platform == "cpu") for group in groups)
 
 
 def pages_that_fit(
@@ -175,11 +199,7 @@ def pages_for(tokens: int, page_size: int) -> int:
 def abstract_pools(groups: tuple[KVGroup, ...], sharding: Any = None) -> Pools:
     """The pools as ShapeDtypeStructs, in layer order."""
     by_layer = {layer: group for group in groups for layer in group.layers}
-    pools = []
-    for _, group in sorted(by_layer.items()):
-        pages = jax.ShapeDtypeStruct(group.layer_shape, jnp.dtype(group.dtype), sharding=sharding)
-        pools.append((pages,) * group.num_arrays)
-    return pools
+    return [group.layer_arrays(sharding) for _, group in sorted(by_layer.items())]
 
 
 def empty_pools(groups: tuple[KVGroup, ...], sharding: Any = None) -> Pools:

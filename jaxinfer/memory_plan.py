@@ -16,6 +16,7 @@ from jaxinfer.kv_pool import (
     host_pages_for,
     kv_groups,
     least_pages,
+    on_platform,
     pages_for,
     pages_that_fit,
 )
@@ -156,7 +157,7 @@ def widest_activation(model: ModelConfig, ways: int = 1) -> int:
 
 def state_bytes(model: ModelConfig, config: EngineConfig, max_model_len: int) -> int:
     """Bytes of what is kept for every slot. Makes no array."""
-    groups = kv_groups(model, 1, config.page_size, config.kv_dtype or config.dtype)
+    groups = kv_groups(model, 1, config.page_size, config.pages)
     widths = (pages_for(max_model_len, config.page_size),) * len(groups)
     slots = config.max_num_seqs
     state = jax.eval_shape(
@@ -183,7 +184,7 @@ def plan_memory(
     With tensor parallelism the figures are of one device, over which heads are divided.
     `by_kernels`: no quantised weight is made numbers of to multiply with it.
     """
-    kv_dtype = config.kv_dtype or config.dtype
+    kv_dtype = config.pages
     total, limit = device_memory(device)
     usable = min(int(total * config.memory_utilization), limit)
     if device.platform == "cpu":  # others use the host too; what is loaded is taken already
@@ -227,7 +228,7 @@ def plan_memory(
             f"{size_text(max(wanted, 0))} is there ({taken}); lower max_model_len or give the pool "
             "more memory"
         )
-    groups = kv_groups(model, pages, config.page_size, kv_dtype)
+    groups = on_platform(kv_groups(model, pages, page_size, kv_dtype), device.platform)
     pool = sum(g.num_pages * g.page_bytes for g in groups) // _pool_shards(model, config)
     plan = MemoryPlan(
         total, usable, weights_bytes, slot_bytes, workspace, pool, transfer, host, lengths[1]

@@ -33,26 +33,27 @@ Axes = tuple[str | None, ...]
 
 
 def _batch_axes(pool_axes: Axes) -> Axes:
-    return (None, None, None, *pool_axes[1:])  # page, layer, keys or values, heads, ...
+    return (None, None, *pool_axes[1:])  # page, layer, heads, ...
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "mesh"))
 def read_pages(
     pools: Pools, pages: Int[Array, " B"], *, axes: Axes, mesh: Mesh | None
-) -> Num[Array, "B L kv KV ps hd"]:
-    """Pages of all layers of a group, those of one page side by side; `axes` are the pools'."""
-    layers = [
-        jnp.stack([pool.at[pages].get(mode="promise_in_bounds") for pool in pair], axis=1)
-        for pair in pools
-    ]
-    return constrain(jnp.stack(layers, axis=1), mesh, *_batch_axes(axes))
+) -> tuple[Num[Array, "B L KV ps ..."], ...]:
+    """Pages of all layers of a group, those of one page side by side: of keys, of values, and their
+    scales, as the pools have them; `axes` are the pools'."""
+    data = tuple(
+        jnp.stack([pool.at[pages].get(mode="promise_in_bounds") for pool in part], axis=1)
+        for part in zip(*pools, strict=True)
+    )
+    return constrain(data, mesh, *_batch_axes(axes))
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "mesh"), donate_argnames=("pools",))
 def write_pages(
     pools: Pools,
     pages: Int[Array, " B"],
-    data: Num[Array, "B L kv KV ps hd"],
+    data: tuple[Num[Array, "B L KV ps ..."], ...],
     *,
     axes: Axes,
     mesh: Mesh | None,
@@ -60,19 +61,23 @@ def write_pages(
     """The inverse of `read_pages`, in place. Padding writes the null page several times."""
     written = [
         tuple(
-            pool.at[pages].set(data[:, layer, part], mode="promise_in_bounds")
-            for part, pool in enumerate(pair)
+            pool.at[pages].set(part[:, i], mode="promise_in_bounds")
+            for pool, part in zip(layer, data, strict=True)
         )
-        for layer, pair in enumerate(pools)
+        for i, layer in enumerate(pools)
     ]
     return constrain(written, mesh, *axes)
 
 
-def batch_struct(group: KVGroup, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
+def batch_structs(group: KVGroup, mesh: Mesh | None) -> tuple[jax.ShapeDtypeStruct, ...]:
     """What `read_pages` gives."""
     place = None if mesh is None else NamedSharding(mesh, partition_spec(_batch_axes(group.axes)))
-    shape = (BATCH, len(group.layers), group.num_arrays, *group.layer_shape[1:])
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(group.dtype), sharding=place)
+    return tuple(
+        jax.ShapeDtypeStruct(
+            (BATCH, len(group.layers), *array.shape[1:]), array.dtype, sharding=place
+        )
+        for array in group.layer_arrays()
+    )
 
 
 def pools_of(pools: Pools, group: KVGroup) -> Pools:
@@ -91,7 +96,8 @@ class _Read:
 
 
 class PageTransfer:
-    """Owns the host's copies of pages, one array a KV group, and moves pages as plans say.
+    """Owns the host's copies of pages, arrays [host pages, layers, ...] of each KV group, and moves
+    pages as plans say.
 
     `programs` are compiled `(read_pages, write_pages)` by group. A host page is as the last plan
     left it that named it: reads land in the order they were dispatched.
@@ -106,8 +112,8 @@ class PageTransfer:
         self.groups, self.host_pages, self.programs = groups, host_pages, programs
         # Written once, so that the memory is there from the start.
         self._store = [
-            np.full((count, *batch_struct(group, None).shape[1:]), 0, jnp.dtype(group.dtype))
-            for group, count in zip(groups, host_pages)
+            [np.full((count, *part.shape[1:]), 0, part.dtype) for part in parts]
+            for count, parts in zip(host_pages, (batch_structs(group, None) for group in groups))
         ]
         self._reads: deque[_Read] = deque()
 
@@ -118,7 +124,8 @@ class PageTransfer:
                 self._land()
             read, _ = self.programs[group]
             data = read(pools_of(pools, self.groups[group]), _padded(pages))
-            data.copy_to_host_async()
+            for part in data:
+                part.copy_to_host_async()
             self._reads.append(_Read(plan.number, group, host_pages, data))
         for sent, (group, pages, host_pages) in enumerate(_batches(plan.page_ins)):
             layers = self.groups[group].layers
@@ -128,8 +135,8 @@ class PageTransfer:
             data = self._take(group, host_pages)
             written = write(pools_of(pools, self.groups[group]), _padded(pages), data)
             pools = list(pools)
-            for layer, pair in zip(layers, written):
-                pools[layer] = pair
+            for layer, arrays in zip(layers, written):
+                pools[layer] = arrays
         return pools
 
     def land(self, step: int) -> None:
@@ -139,16 +146,19 @@ class PageTransfer:
 
     def _land(self) -> None:
         read = self._reads.popleft()
-        self._store[read.group][read.host_pages] = np.asarray(read.data)[: len(read.host_pages)]
+        for store, part in zip(self._store[read.group], read.data, strict=True):
+            store[read.host_pages] = np.asarray(part)[: len(read.host_pages)]
 
-    def _take(self, group: int, host_pages: list[int]) -> np.ndarray:
+    def _take(self, group: int, host_pages: list[int]) -> tuple[np.ndarray, ...]:
         """A copy of host pages, padded: the device reads it while the originals may change."""
         while any(r.group == group and set(r.host_pages) & set(host_pages) for r in self._reads):
             self._land()
-        store = self._store[group]
-        data = np.zeros((BATCH, *store.shape[1:]), store.dtype)
-        data[: len(host_pages)] = store[host_pages]
-        return data
+        taken = []
+        for store in self._store[group]:
+            part = np.zeros((BATCH, *store.shape[1:]), store.dtype)
+            part[: len(host_pages)] = store[host_pages]
+            taken.append(part)
+        return tuple(taken)
 
 
 def _batches(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxinfer.config import Determinism, ModelConfig
 from jaxinfer.kv_pool import Pools
 from jaxinfer.logprobs import score
-from jaxinfer.page_transfer import BATCH, batch_struct, pools_of, read_pages, write_pages
+from jaxinfer.page_transfer import BATCH, batch_structs, pools_of, read_pages, write_pages
 from jaxinfer.program_store import ProgramStore
 from jaxinfer.sampler import VARIANTS, SampleRows, Variant, forbid, sample
 from jaxinfer.sharding import replicated
@@ -240,7 +240,7 @@ def _transfers(model: StepModel, pools: Pools, pages: Any) -> list[Lowerable]:
     """The programs that move pages out of the pools and back."""
     transfers = []
     for i, group in enumerate(model.groups):
-        args, data = (pools_of(pools, group), pages), batch_struct(group, model.mesh)
+        args, data = (pools_of(pools, group), pages), batch_structs(group, model.mesh)
         how: dict[str, Any] = {"axes": group.axes, "mesh": model.mesh}
         read = partial(read_pages.lower, *args, **how)
         write = partial(write_pages.lower, *args, data, **how)

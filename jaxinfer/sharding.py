@@ -30,8 +30,8 @@ DEFAULT_RULES: Rules = MappingProxyType(
         "embed": None,  # the residual stream is whole on every device
     }
 )
-POOL_AXES = (None, "kv_heads", None, None)  # [pages, kv_heads, page_size, head_dim]
-LATENT_AXES = (None, None, None, None)  # of pages that all heads share
+POOL_AXES = (None, "kv_heads")  # [pages, kv_heads, ...], of pages and of their scales
+LATENT_AXES = (None, None)  # of pages that all heads share
 
 
 class ShardingError(ValueError):

@@ -20,8 +20,9 @@ from jaxinfer.expert_load import ExpertLoad
 from jaxinfer.experts import choose_experts
 from jaxinfer.host_memory import keep_freed_memory
 from jaxinfer.kv_pool import KVGroup, empty_pools, host_pages_for, kv_groups, pages_for
-from jaxinfer.memory_plan import MemoryPlan, plan_memory, workspace_bytes
+from jaxinfer.memory_plan import MemoryPlan, plan_memory
 from jaxinfer.models import family_of
+from jaxinfer.page_dtypes import in_8_bits
 from jaxinfer.page_transfer import PageTransfer
 from jaxinfer.params import ParamSpec
 from jaxinfer.paths import cache_dir
@@ -36,7 +37,7 @@ from jaxinfer.programs import (
 )
 from jaxinfer.quantization.kinds import KINDS, NONE
 from jaxinfer.quantization.multipliers import with_multipliers
-from jaxinfer.quantization.savings import Savings, savings, weights_on_one
+from jaxinfer.quantization.savings import savings
 from jaxinfer.quantization.weight import specs_of
 from jaxinfer.runner import Runner
 from jaxinfer.scheduler import Scheduler
@@ -101,7 +102,7 @@ def build_engine(
             f"{rope.original_max_position} takes those of short ones"
         )
     served = dataclasses.replace(model.config, rope=rope)
-    num_groups = len(kv_groups(served, 1, config.page_size, config.dtype))
+    num_groups = len(kv_groups(served, 1, config.page_size, config.pages))
     widths = (pages_for(max_model_len, config.page_size),) * num_groups
     slots = empty_slots(config.max_num_seqs, widths)
     options = empty_options(config.max_num_seqs, served.vocab_size)
@@ -122,9 +123,9 @@ def build_engine(
     )
     for line in memory.lines(groups, max_model_len):
         logger.info(line)
-    if config.quantization in KINDS:
-        for line in _savings(served, config, mesh, memory, groups, max_model_len).lines():
-            logger.info(line)
+    saved = savings(served, config, memory, groups, max_model_len, mesh)
+    for line in saved.lines() if saved else ():
+        logger.info(line)
     pool_place = None
     if mesh is not None:
         pool_place = pool_sharding(groups[0].layer_shape, mesh, groups[0].axes)
@@ -167,6 +168,7 @@ def _runner(
         lengths = (config.max_num_batched_tokens, _max_model_len(model, config))
         kind = KINDS.get(config.quantization or NONE)
         rounds = kind is not None and kind.activations != "as_given"
+        rounds = rounds or in_8_bits(config.pages)
         determinism = choose(runner, build, groups, *lengths, model.vocab_size, rounds)
     else:
         sizes = (config.max_num_seqs, config.max_num_batched_tokens, config.page_size, len(groups))
@@ -226,23 +228,6 @@ def _builder(
             keep_freed_memory()
 
     return build
-
-
-def _savings(
-    model: ModelConfig,
-    config: EngineConfig,
-    mesh: Mesh | None,
-    memory: MemoryPlan,
-    groups: tuple[KVGroup, ...],
-    max_model_len: int,
-) -> Savings:
-    """What the weights' kind buys."""
-    assert config.quantization is not None
-    specs = family_of(model.family).param_specs(model)
-    plain = dataclasses.replace(config, quantization=NONE)
-    workspace = workspace_bytes(model, plain, jax.numpy.dtype(config.dtype).itemsize)
-    weights = weights_on_one(specs, config.dtype, mesh)
-    return savings(config.quantization, memory, groups, max_model_len, weights, workspace)
 
 
 def _max_model_len(model: ModelConfig, config: EngineConfig) -> int:

@@ -22,6 +22,32 @@ def test_the_bound_by_hand():
     assert static_bound([7, 7, 7, 7], 2) == 1.0
 
 
+def test_rungs_by_name():
+    assert [r.name for r in rungs_named(["kv-fp8", "chunked", "w8a8", "one"])] == [
+        "one", "chunked", "kv-fp8", "w8a8",
+    ]  # fmt: skip
+    pages, weights, both = rungs_named(["kv-fp8", "w8a8-hl", "int8+kv-int8"])
+    assert pages.changes == {"kv_dtype": "float8_e4m3fn"} and pages.title == "+ KV float8_e4m3fn"
+    assert weights.changes == {"quantization": "w8a8-hl"}
+    assert both.changes == {"quantization": "int8", "kv_dtype": "int8"}
+    assert both.title == "+ weights int8, KV int8" and both.policy == LADDER[-1].policy
+
+
+@pytest.mark.parametrize("name", ["w8", "kv-int4", "kv-auto", "kv-", "w8a8+int8", "kv-int8+w8a8"])
+def test_other_rungs_are_refused_with_those_there_are(name):
+    with pytest.raises(ValueError, match=r"choose among one, .* w8a8, .* both as KIND\+kv-"):
+        rungs_named([name])
+
+
+def test_a_rung_of_another_engine_is_run_by_it():
+    engine, other = fake_engine(), fake_engine()
+    rungs = rungs_named(["prefix", "w8a8"])
+    items = [WorkItem(tuple(prompt(4, n)), 3) for n in range(4)]
+    result = ladder(engine, items, rungs, 2, others={"w8a8": other})
+    assert [rung["rung"] for rung in result["rungs"]] == ["prefix", "w8a8"]
+    assert engine.counters.finished == other.counters.finished == 3 * len(items)
+
+
 @pytest.fixture(scope="module")
 def climbed() -> dict:
     engine = fake_engine()

@@ -73,9 +73,21 @@ def test_contenders_take_turns_and_rounds_are_paired():
     (entry,) = result.report()
     assert entry["rates"] == {"ours": [200, 20, 200], "peer": [100, 10, 100]}
     assert entry["medians"] == {"ours": 200, "peer": 100}
-    ratio = entry["ratios"]["peer"]
+    ratio = entry["ratios"]["ours"]["peer"]
     assert (ratio["median"], ratio["low"], ratio["high"]) == (2.0, 2.0, 2.0)
     assert entry["rounds"] == 3
+
+
+def test_each_of_ours_is_compared_with_those_before_it_and_with_every_peer():
+    rates = {"ours": 10, "ours, other": 20, "peer": 5, "another": 40}
+    contenders = [Fixed(name, [], rate, rate) for name, rate in rates.items()]
+    (entry,) = compare(contenders, [DECODE], rounds=1, ours=2).report()
+    found = {own: {name: r["median"] for name, r in ratios.items()}
+             for own, ratios in entry["ratios"].items()}  # fmt: skip
+    assert found == {
+        "ours": {"peer": 2.0, "another": 0.25},
+        "ours, other": {"ours": 2.0, "peer": 4.0, "another": 0.5},
+    }
 
 
 def test_progress_counts_every_measurement():
@@ -150,16 +162,17 @@ def test_the_script_compares_a_tiny_model_with_a_peer(tmp_path):
     assert result.exit_code == 0, result.output
     assert "llama.cpp" in result.output
     found = json.loads(out.read_text())
-    decode_1, decode_2, prefill = found["cells"]
+    _, decode_2, prefill = found["cells"]
     assert [c["cell"] for c in found["cells"]] == [
         "decode tok/s, 1 streams",
         "decode tok/s, 2 streams",
         "prefill tok/s, 9 tokens",
     ]
-    assert min(decode_1["ratios"]["llama.cpp"]["low"], decode_2["medians"]["jaxinfer"]) > 1
-    assert prefill["ratios"]["llama.cpp"]["high"] < 1
+    ratios = [cell["ratios"]["jaxinfer"]["llama.cpp"] for cell in found["cells"]]
+    assert min(ratios[0]["low"], decode_2["medians"]["jaxinfer"]) > 1
+    assert ratios[2]["high"] < 1
     assert [len(rates) for rates in prefill["rates"].values()] == [2, 2]
-    assert found["threads"] == 1
+    assert found["threads"] == 1 and found["files"] == {"llama.cpp": str(tmp_path / "any.gguf")}
 
 
 def test_the_script_compares_settings_of_our_own_engine(tmp_path):
@@ -172,7 +185,8 @@ def test_the_script_compares_settings_of_our_own_engine(tmp_path):
     result = run_script(*run, "overlap=false")
     assert result.exit_code == 0, result.output
     (cell,) = json.loads(out.read_text())["cells"]
-    assert list(cell["ratios"]) == ["jaxinfer overlap=false"]
+    assert cell["ratios"]["jaxinfer"] == {}
+    assert list(cell["ratios"]["jaxinfer overlap=false"]) == ["jaxinfer"]
     refused = run_script(*run, "overlaps=false")
     assert refused.exit_code == 2
     assert "page_size" in refused.output
@@ -184,6 +198,7 @@ def test_the_script_compares_settings_of_our_own_engine(tmp_path):
         (("--llama-batched-bench", "/bin/true"), "--gguf"),
         (("--transformers-python", "/bin/true"), "--hf"),
         (("--openvino-gguf", "any.gguf"), "--openvino-python"),
+        (("--ctranslate2-model", "folder"), "--ctranslate2-python"),
         (("--transformers-continuous",), "--transformers-python"),
         (("--streams", "1,many"), "--streams"),
     ],

@@ -253,6 +253,15 @@ def test_the_ladder_of_a_tiny_model(model):
     assert result["length_scale"] == 0.01
 
 
+def test_rungs_of_kinds_have_engines_of_their_own(model):
+    sizes = ("--num-prompts", "3", "--length-scale", "0.01", "--prefix-len", "32", "--rounds", "1")
+    result = bench("ladder", model, *sizes, *SMALL, "--rungs", "prefix,w8a8+kv-int8")
+    plain, both = result["rungs"]
+    assert (plain["rung"], both["rung"]) == ("prefix", "w8a8+kv-int8")
+    assert both["title"] == "+ weights w8a8, KV int8" and both["output_tokens_per_second"] > 0
+    assert result["compiles_after_ready"] == 0
+
+
 def test_a_static_batch_keeps_its_size_to_the_end(model):
     engine = setup.start(model, EngineConfig(**ENGINE), "float32").engine
     items = [WorkItem(prompt(5, 1), 6), WorkItem(prompt(5, 2), 3)]

@@ -62,6 +62,13 @@ def test_a_frame_shows_every_figure():
     ]
 
 
+def test_a_frame_names_the_kinds_of_weights_and_pages_that_differ():
+    info = pb.ServerInfoResponse(dtype="float32", quantization="w8a8", kv_dtype="int8")
+    assert "float32, weights w8a8, KV int8, 0 tokens" in frame("s", info, update(), 2.0, 110)[1]
+    info = pb.ServerInfoResponse(dtype="float32", quantization="none", kv_dtype="float32")
+    assert "jaxinfer, float32, 0 tokens" in frame("s", info, update(), 2.0, 110)[1]
+
+
 def test_a_frame_fits_its_width_and_wraps_the_map():
     lines = frame("here:1", INFO, update(), 2.0, 40)
     assert max(map(len, lines)) <= 40

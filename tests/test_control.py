@@ -47,6 +47,7 @@ async def test_server_info_says_what_is_served_and_how():
     config = EngineConfig(
         max_num_seqs=2, max_num_batched_tokens=77, dtype="bfloat16", prefix_cache=False,
         kv_offload_bytes=5, deterministic=True, tpot_target_ms=50, tensor_parallel_size=2,
+        quantization="w8a8", kv_dtype="fp8",
     )  # fmt: skip
     fields = {"temperature": 0.5, "top_k": 3, "stop": ("x",)}
     sampling = SamplingDefaults(fields, max_length=40, not_honoured=("num_beams = 4",))
@@ -70,7 +71,7 @@ async def test_server_info_says_what_is_served_and_how():
         slots=2, max_model_len=64, chunk_tokens=77, page_size=PAGE_SIZE, pages=8,
         kv_capacity_tokens=64, kv_offload_bytes=5, prefix_cache=False, deterministic=True,
         determinism="fixed", preset="mixed", tpot_target_ms=50, max_queued_requests=4,
-        max_queued_tokens=1000,
+        max_queued_tokens=1000, quantization="w8a8", kv_dtype="float8_e4m3fn",
         generation=pb.GenerationDefaults(
             eos_token_ids=tokenizer.eos_ids, temperature=0.5, top_k=3, stop=["x"], max_length=40,
             not_honoured=["num_beams = 4"],

@@ -288,8 +288,10 @@ def test_other_geometries_say_the_same(setup):
         (Setup(kv_dtype="bfloat16"), 0.006),
         (Setup(dtype="bfloat16"), 0.02),
         (Setup(kv_dtype="float16", chunk=64), 0.001),
+        (Setup(kv_dtype="int8"), 0.02),
+        (Setup(kv_dtype="float8_e4m3fn"), 0.08),
     ],
-    ids=["bfloat16 pool", "bfloat16 model", "float16 pool"],
+    ids=["bfloat16 pool", "bfloat16 model", "float16 pool", "int8 pool", "float8 pool"],
 )
 def test_narrower_dtypes_lose_precision_only(setup, error):
     """`error` is the root mean square of logprobs; a dense loop in bfloat16 has 0.013."""

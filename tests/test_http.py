@@ -286,6 +286,8 @@ async def test_models_versions_and_health():
     async with http(ScriptedEngine(echo)) as (plain, client):
         (model,) = (await client.models.list()).data
         assert model.id == "fake" and model.max_model_len == LIMITS.max_model_len
+        kinds = (model.dtype, model.quantization, model.kv_cache_dtype)
+        assert kinds == ("float32", "none", "float32")
         assert (await client.models.retrieve("fake")).id == "fake"
         for path in ("/health", "/ready"):
             assert (await plain.get(path)).status_code == 200

@@ -281,7 +281,7 @@ def test_the_report_names_every_part():
         ({"memory_utilization": 1.01}, "memory_utilization is 1.01"),
         ({"memory_utilization": float("nan")}, "memory_utilization is nan"),
         ({"dtype": "int8"}, "dtype is 'int8'; choose one of float32, bfloat16, float16"),
-        ({"kv_dtype": "fp8"}, "kv_dtype is 'fp8'"),
+        ({"kv_dtype": "int4"}, "kv_dtype is 'int4'"),
     ],
     ids=str,
 )

@@ -65,6 +65,8 @@ async def test_families_have_the_names_and_labels_of_vllm():
     ):  # fmt: skip
         assert f'vllm:{name}{{engine="0",model_name="fake"}}' in text, name
     assert 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="fake"}' in text
+    kinds = 'dtype="float32",engine="0",model_name="fake",quantization="none"'
+    assert f"vllm:model_config_info{{{kinds}" in text and 'cache_dtype="float32"' in text
     waiting = 'vllm:num_requests_waiting_by_reason{engine="0",model_name="fake",reason='
     assert f'{waiting}"capacity"}} 0.0' in text and f'{waiting}"deferred"}} 0.0' in text
     assert 'le="0.001"' in text and 'vllm:cache_config_info{block_size="16"' in text

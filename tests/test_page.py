@@ -162,7 +162,8 @@ async def test_a_chat_streams_and_stops_and_the_engine_is_seen_at_work():
     def work(browser, url):
         browser.open(url)
         browser.until("document.activeElement.id === 'prompt'")
-        browser.until("document.getElementById('model').textContent.includes('fake')")
+        said = "fake, 32768 tokens, weights float32, KV float32"
+        browser.until(f"document.getElementById('model').textContent === '{said}'")
         cells = "document.querySelector('canvas')?.dataset.cells"
         idle = browser.until(cells)
         browser.type("<b>hello</b>")

@@ -30,8 +30,9 @@ from jaxinfer.step_plan import MAX_PIECES, Piece, StepPlan
 GROUPS = (
     KVGroup((0, 2), num_pages=30, page_size=4, kv_heads=2, head_dim=8, dtype="float32"),
     KVGroup((1,), num_pages=12, page_size=2, kv_heads=2, head_dim=8, dtype="bfloat16"),
+    KVGroup((3,), num_pages=9, page_size=2, kv_heads=2, head_dim=8, dtype="int8"),
 )
-HOST_PAGES = (25, 6)
+HOST_PAGES = (25, 6, 5)
 
 
 @functools.cache
@@ -53,7 +54,7 @@ def transfer_programs(mesh=None, groups=GROUPS):
 def random_pools(rng: np.random.Generator, groups=GROUPS, place=None):
     """Pools of random values, and copies of them in NumPy."""
     arrays = [
-        tuple(rng.normal(size=pool.shape).astype(pool.dtype) for pool in pair)
+        tuple((9 * rng.normal(size=pool.shape)).astype(pool.dtype) for pool in pair)
         for pair in abstract_pools(groups)
     ]
     return jax.device_put(arrays, place), [tuple(a.copy() for a in pair) for pair in arrays]
@@ -72,7 +73,7 @@ def test_pages_come_back_as_they_left(data):
     """Against a model in NumPy: any moves, host pages used again, landed early or late."""
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     pools, mirror = random_pools(rng)
-    transfer, host = PageTransfer(GROUPS, HOST_PAGES, transfer_programs()), [{}, {}]
+    transfer, host = PageTransfer(GROUPS, HOST_PAGES, transfer_programs()), [{}, {}, {}]
     for step in range(data.draw(st.integers(2, 5))):
         plan = StepPlan(step)
         for group, count in enumerate(HOST_PAGES):
@@ -98,7 +99,7 @@ def test_pages_come_back_as_they_left(data):
 
 def test_few_reads_are_on_their_way_at_once_and_land_when_their_step_does():
     pools, mirror = random_pools(np.random.default_rng(0))
-    transfer = PageTransfer(GROUPS, (200, 1), transfer_programs())
+    transfer = PageTransfer(GROUPS, (200, 1, 1), transfer_programs())
     most = 0
     for step in range(10):
         pages = [(0, 1 + (7 * step + i) % 29, 20 * step + i) for i in range(20)]
@@ -110,7 +111,7 @@ def test_few_reads_are_on_their_way_at_once_and_land_when_their_step_does():
     transfer.land(9)
     assert not transfer._reads
     for _, page, where in pages:
-        np.testing.assert_array_equal(transfer._store[0][where, 1, 0], mirror[2][0][page])
+        np.testing.assert_array_equal(transfer._store[0][0][where, 1], mirror[2][0][page])
 
 
 def test_pools_are_written_in_place_and_never_copied():
@@ -127,10 +128,13 @@ def test_pages_of_a_pool_that_is_sharded():
     place = pool_sharding(GROUPS[0].layer_shape, mesh)
     pools, mirror = random_pools(np.random.default_rng(1), place=place)
     transfer = PageTransfer(GROUPS, HOST_PAGES, transfer_programs(mesh))
-    out = [(0, 1 + i, i) for i in range(11)]
+    out = [(0, 1 + i, i) for i in range(11)] + [(2, 3, 0)]
     pools = transfer.dispatch(pools, StepPlan(0, page_outs=out))
-    back = [(0, 29 - i, i) for i in range(11)]
+    back = [(0, 29 - i, i) for i in range(11)] + [(2, 8, 0)]
     pools = transfer.dispatch(pools, StepPlan(1, page_ins=back))
+    assert len(pools[3]) == 4 and all(pool.sharding == place for pool in pools[3])
+    for pool, want in zip(pools[3], mirror[3]):
+        np.testing.assert_array_equal(pool[8], want[3])
     for layer in (0, 2):
         for pool, want in zip(pools[layer], mirror[layer]):
             assert pool.sharding == place
@@ -277,8 +281,10 @@ def test_host_memory_holds_whole_pages_of_every_group():
     assert engine.runner.transfer.host_pages == (20,)
     store = engine.runner.transfer._store
     assert (
-        engine.memory.host_bytes == sum(array.nbytes for array in store) < CONFIG.kv_offload_bytes
+        engine.memory.host_bytes
+        == sum(part.nbytes for parts in store for part in parts)
+        < CONFIG.kv_offload_bytes
     )
-    assert host_pages_for(GROUPS, sum(g.page_bytes for g in GROUPS) * 3 + 1) == (3, 3)
+    assert host_pages_for(GROUPS, sum(g.page_bytes for g in GROUPS) * 3 + 1) == (3, 3, 3)
     assert "offloading: " in "\n".join(engine.memory.lines(engine.runner.transfer.groups, 128))
-    assert jnp.float32 == store[0].dtype
+    assert [part.dtype for part in store[0]] == [jnp.float32] * 2

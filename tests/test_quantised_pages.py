@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.paged_attention import paged_attention, paged_prefill, write_kv
-from pallas_kernels.paged_attention.quantised import largest, quantise
+from pallas_kernels.paged_attention.quantised import as_numbers, largest, quantise
 
 BODIES = ("reference", "reference_static", "triton_interpreted")
 DTYPES = ("int8", "float8_e4m3fn")
@@ -146,3 +146,33 @@ def test_arrays_that_do_not_go_together_are_refused():
         attend(q, pool, None, table, lens, value_dim=8, k_scale=scale, v_scale=scale)
     with pytest.raises(ValueError, match="either v_pool or the value_dim"):
         attend(q, pool, None, table, lens)
+
+
+def test_float8_as_its_bits_is_read_and_written_as_float8():
+    """Every number there is, exactly; and a token's key and value."""
+    bits = jnp.arange(256, dtype=jnp.uint8)
+    wanted = numbers(jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn))
+    finite = np.isfinite(wanted)
+    assert finite.sum() == 254
+    for dtype in ("float32", "bfloat16", "float16"):
+        found = numbers(as_numbers(bits, jnp.dtype(dtype)))
+        np.testing.assert_array_equal(found[finite], wanted[finite])
+    rng = np.random.default_rng(3)
+    places = jnp.asarray([1, 2, 2], jnp.int32), jnp.asarray([0, 3, 1], jnp.int32)
+    k, v = jnp.asarray(rng.normal(size=(2, 3, HEADS, DIM)), jnp.float32)
+    stored = []
+    for dtype in ("float8_e4m3fn", "uint8"):
+        pools = (
+            *(jnp.zeros((3, HEADS, 4, DIM), dtype) for _ in "kv"),
+            *(jnp.zeros((3, HEADS, 4)) for _ in "kv"),
+        )
+        stored.append(write_kv(pools, *places, k, v))
+    for one, other in zip(*stored):
+        np.testing.assert_array_equal(
+            numbers(one), numbers(as_numbers(other, jnp.dtype(jnp.float32)))
+        )
+    q, table, lens = jnp.ones((1, HEADS, 1, DIM)), jnp.ones((1, 1), jnp.int32), jnp.ones(1, int)
+    k_pool, v_pool, k_scale, v_scale = stored[1]
+    attend = functools.partial(paged_attention, scale=1.0, k_scale=k_scale, v_scale=v_scale)
+    with pytest.raises(ValueError, match="pages of uint8 are read by XLA only, not by triton"):
+        attend(q, k_pool, v_pool, table, lens, implementation="triton_interpreted")

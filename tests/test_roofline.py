@@ -232,7 +232,10 @@ def test_memory_is_divided_as_the_engine_does():
     assert found.fits(64, 8192) and not found.fits(256, 8192)
     small = plan_on_paper(LLAMA, engine, Serving(kv_dtype="fp8", quantization="int4"), H200)
     assert small.capacity > 1.9 * found.capacity
-    assert small.not_served == "int4 weights and float8_e4m3fn pages"
+    assert small.not_served == "int4 weights"
+    latent, serving = known_model("deepseek-v3"), Serving(kv_dtype="fp8", gpus=16)
+    on_paper = plan_on_paper(latent, engine, serving, H200)
+    assert on_paper.not_served == "float8_e4m3fn pages" and on_paper.page_ratio > 1.9
 
 
 def test_devices_by_the_names_they_call_themselves():

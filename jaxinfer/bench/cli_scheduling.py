@@ -26,6 +26,7 @@ from jaxinfer.bench.options import (
     lengths,
     with_context,
 )
+from jaxinfer.bench.report import Report
 from jaxinfer.bench.workload import WorkItem, make_workload
 from jaxinfer.option_groups import takes_groups
 
@@ -46,13 +47,18 @@ def ladder(
     length_scale: LengthScale = 0.125,
     prefix_len: PrefixLen = 128,
     rungs: Annotated[
-        str, typer.Option(help="Which rungs, by their names; the first is the base of all ratios.")
+        str,
+        typer.Option(
+            help="Which rungs, by their names; the first is the base of all ratios. A kind of "
+            "weights, kv-DTYPE or KIND+kv-DTYPE is a rung too, such as w8a8-hl+kv-int8."
+        ),
     ] = "one,static,continuous,chunked,prefix",
     rounds: Rounds = 3,
     seed: Seed = 0,
     json_to: JsonTo = None,
 ) -> None:
-    """One load run one by one, in static and in continuous batches, with chunks, with sharing."""
+    """One load run one by one, in static and in continuous batches, with chunks, with sharing, and
+    with weights and KV pages of fewer bytes."""
     from jaxinfer.bench import ladder as bench_ladder
 
     sizes = lengths(dataset, input_len, output_len)
@@ -65,7 +71,13 @@ def ladder(
         bench.engine.limits, dataset, num_prompts, sizes, prefix_len, length_scale, seed
     )
     with report.progress_bar() as progress:
-        result = bench_ladder.ladder(bench.engine, items, chosen, rounds, progress)
+        others = {}
+        for rung in chosen:
+            if rung.changes:
+                others[rung.name] = _changed(bench, rung.changes, progress).engine
+        for each in (bench.engine, *others.values()):
+            each.compiles.ready()  # those of the later ones were no harm to the earlier
+        result = bench_ladder.ladder(bench.engine, items, chosen, rounds, progress, others)
     context = {"dataset": dataset, "length_scale": length_scale, "prefix_len": prefix_len}
     report.grid(
         f"Ladder: {num_prompts} requests, {concurrency} slots",
@@ -76,6 +88,16 @@ def ladder(
     if result["batching"]:
         report.grid("Continuous against static", (), _batching_rows(result["batching"]), json_to)
     report.write_json(with_context(result, bench, seed=seed, **context), json_to)
+
+
+def _changed(bench: Any, changes: dict[str, str], progress: Report) -> Any:
+    """`start_changed`, whose errors end the command in one line."""
+    from jaxinfer.bench.setup import start_changed
+
+    try:
+        return start_changed(bench, changes, progress)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _behind_prefix(
@@ -262,17 +284,19 @@ def _memory(
     from jaxinfer.checkpoints.inspection import inspect_checkpoint
     from jaxinfer.demo import DEMO, demo_checkpoint
     from jaxinfer.kv_pool import kv_groups, pages_that_fit
+    from jaxinfer.page_dtypes import page_dtype
 
     info = inspect_checkpoint(demo_checkpoint() if model == DEMO else model)
     longest = max_model_len or info.config.max_position
-    page_bytes = info.kv_bytes_per_token(dtype or info.dtype) * page_size
+    kept_in = page_dtype(dtype) or info.dtype
+    page_bytes = info.kv_bytes_per_token(kept_in) * page_size
     tokens = pool_bytes // page_bytes * page_size
     if tokens < longest:
         raise ValueError(
             f"--kv-cache-memory {pool_bytes} holds {tokens} tokens, --max-model-len is {longest}; "
             "give more memory or a shorter length"
         )
-    kv = kv_groups(info.config, 1, page_size, dtype or info.dtype)
+    kv = kv_groups(info.config, 1, page_size, kept_in)
     pages = pages_that_fit(kv, pool_bytes, num_slots, longest, chunk_tokens)
     windows = [group.window for group in kv]
     groups = tuple(zip(pages, windows)) if any(windows) else ()

@@ -8,12 +8,15 @@ The rungs are the engine's own switches. Everything arrives at the start; TTFT c
     continuous  all is sent; whoever ends leaves its slot to the next; steps as before
     chunked     prompts are computed beside the streams that decode, in the same steps
     prefix      pages of prompts that begin alike are shared
+
+Above those, with an engine of its own: weights in a kind (`w8a8-hl`), KV pages of a dtype
+(`kv-int8`), or both (`w8a8-hl+kv-int8`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,20 +26,32 @@ from jaxinfer.bench.stats import MedianInterval, median_interval, paired_ratio, 
 from jaxinfer.bench.variants import StepLog, running_as
 from jaxinfer.bench.workload import WorkItem
 from jaxinfer.engine import Engine
+from jaxinfer.page_dtypes import PAGE_NAMES, page_dtype
 from jaxinfer.policy import SchedulerPolicy
+from jaxinfer.quantization.kinds import KINDS
 
 _APART = SchedulerPolicy(prefix_cache=False, separate_phases=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One way to run the load. `wave`: how many requests are sent at a time."""
+    """One way to run the load. `wave`: how many requests are sent at a time; `quantization` and
+    `kv_dtype`: None where they are as the ladder's engine has them.
+    """
 
     name: str
     title: str
     policy: SchedulerPolicy
     wave: str = "all"  # "one", "slots" or "all"
     full_batch: bool = False
+    quantization: str | None = None
+    kv_dtype: str | None = None
+
+    @property
+    def changes(self) -> dict[str, str]:
+        """Fields of `EngineConfig` that differ from the ladder's."""
+        fields = {"quantization": self.quantization, "kv_dtype": self.kv_dtype}
+        return {name: value for name, value in fields.items() if value is not None}
 
     def wave_size(self, items: int, slots: int) -> int:
         return {"one": 1, "slots": slots, "all": items}[self.wave]
@@ -81,12 +96,32 @@ class Runs:
 
 
 def rungs_named(names: Sequence[str]) -> list[Rung]:
-    """The rungs of these names, in the ladder's order. Raises ValueError for an unknown one."""
+    """The rungs of these names: the ladder's own in its order, then those of kinds of weights and
+    pages. Raises ValueError for an unknown one.
+    """
     known = [rung.name for rung in LADDER]
-    for name in names:
-        if name not in known:
-            raise ValueError(f"--rungs {name!r}: choose among {', '.join(known)}")
-    return [rung for rung in LADDER if rung.name in names]
+    quantised = [_quantised_rung(name) for name in dict.fromkeys(names) if name not in known]
+    return [*(rung for rung in LADDER if rung.name in names), *quantised]
+
+
+def _quantised_rung(name: str) -> Rung:
+    """KIND, kv-DTYPE or KIND+kv-DTYPE on top of all ways of scheduling."""
+    kind, _, pages = name.rpartition("+")
+    if not pages.startswith("kv-"):
+        kind, pages = name, ""
+    try:
+        dtype = page_dtype(pages.removeprefix("kv-")) if pages else None
+    except ValueError:
+        dtype = None
+    if (kind and kind not in KINDS) or (pages and dtype is None):
+        raise ValueError(
+            f"--rungs {name!r}: choose among {', '.join(rung.name for rung in LADDER)}, a kind of "
+            f"weights ({', '.join(KINDS)}), kv- and a dtype of pages ({', '.join(PAGE_NAMES)}), or "
+            "both as KIND+kv-DTYPE"
+        )
+    said = [f"weights {kind}" if kind else "", f"KV {dtype}" if dtype else ""]
+    title = "+ " + ", ".join(filter(None, said))
+    return Rung(name, title, SchedulerPolicy(), quantization=kind or None, kv_dtype=dtype)
 
 
 def with_shared_prefix(items: Sequence[WorkItem], prefix: Sequence[int]) -> list[WorkItem]:
@@ -99,20 +134,23 @@ def ladder(
     rungs: Sequence[Rung],
     rounds: int,
     progress: Progress | None = None,
+    others: Mapping[str, Engine] | None = None,
 ) -> dict[str, Any]:
     """Every rung in every round, in turn; the first of `rungs` is what the others are set against.
 
-    Raises RuntimeError if a request fails.
+    `others` are engines, with as many slots, of rungs that are not run by `engine`, by name. Raises
+    RuntimeError if a request fails.
     """
+    engines = {rung: (others or {}).get(rung.name, engine) for rung in rungs}
     slots = engine.limits.max_num_seqs
     runs = {rung: Runs() for rung in rungs}
     warm = [WorkItem(item.prompt, min(item.output_len, 4)) for item in items[:slots]]
     for rung in rungs:
-        _run(engine, rung, warm, Runs())
+        _run(engines[rung], rung, warm, Runs())
     for turn in range(rounds):
         first = turn % len(rungs)
         for rung in [*rungs[first:], *rungs[:first]]:
-            _run(engine, rung, items, runs[rung], progress)
+            _run(engines[rung], rung, items, runs[rung], progress)
     base = runs[rungs[0]]
     lengths = [item.output_len - 1 for item in items]  # the first token comes with the prompt
     return {

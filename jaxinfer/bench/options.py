@@ -9,6 +9,7 @@ import typer
 
 from jaxinfer.bench import report
 from jaxinfer.bench.workload import DATASETS, Dataset
+from jaxinfer.page_dtypes import PAGE_NAMES
 from jaxinfer.quantization.kinds import KINDS
 
 Model = Annotated[
@@ -70,6 +71,10 @@ class EngineOptions:
     kv_cache_memory: Annotated[
         int | None, typer.Option(help="Bytes of the KV pool; default: as for serving.")
     ] = None
+    kv_cache_dtype: Annotated[
+        str | None,
+        typer.Option(help=f"Of the KV pool: {', '.join(PAGE_NAMES)}; default: as --dtype."),
+    ] = None
 
     def start(self, model: str | None, fake_layers: int = 0, **config: Any) -> Any:
         """The `BenchEngine` of a model, or with None of the fake one; `config` are further fields.
@@ -86,6 +91,7 @@ class EngineOptions:
                     max_num_batched_tokens=self.max_num_batched_tokens,
                     page_size=self.page_size,
                     kv_pool_bytes=self.kv_cache_memory,
+                    kv_dtype=self.kv_cache_dtype,
                     quantization=self.quantization,
                     **config,
                 )

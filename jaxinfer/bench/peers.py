@@ -8,6 +8,7 @@ tokens a second of one long prompt until its first token.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -178,28 +179,27 @@ class LlamaBatchedBench:
 
 @dataclass(slots=True)
 class Comparison:
-    """Rates by cell and contender, one a round; the first contender is ours."""
+    """Rates by cell and contender, one a round; the first `ours` contenders are ours."""
 
     names: list[str]
+    ours: int = 1
     rates: dict[Cell, dict[str, list[float]]] = field(default_factory=dict)
 
     def report(self) -> list[dict[str, Any]]:
-        """By cell: each one's median, and ours against each peer as paired median and interval."""
-        ours, *peers = self.names
+        """By cell: each one's median, and each of ours against all before it and against each peer
+        as paired median and interval."""
         report = []
         for cell, rates in self.rates.items():
-            entry: dict[str, Any] = {"cell": cell.name, "rounds": len(rates[ours])}
+            entry: dict[str, Any] = {"cell": cell.name, "rounds": len(rates[self.names[0]])}
             entry["rates"] = rates
             entry["medians"] = {name: median_interval(rates[name]).median for name in self.names}
-            entry["ratios"] = {}
-            for name in peers:
-                ratio = paired_ratio(rates[ours], rates[name])
-                entry["ratios"][name] = {
-                    "median": ratio.median,
-                    "low": ratio.low,
-                    "high": ratio.high,
-                    "confidence": ratio.confidence,
+            entry["ratios"] = {
+                own: {
+                    name: dataclasses.asdict(paired_ratio(rates[own], rates[name]))
+                    for name in (*self.names[:i], *self.names[self.ours :])
                 }
+                for i, own in enumerate(self.names[: self.ours])
+            }
             report.append(entry)
         return report
 
@@ -209,13 +209,17 @@ def compare(
     measured: Sequence[Cell],
     rounds: int,
     progress: Progress | None = None,
+    ours: int = 1,
 ) -> Comparison:
-    """`rounds` rounds after a warm-up. The order turns by one every round, so none is always first.
+    """`rounds` rounds after a warm-up; the first `ours` contenders are ours. The order turns by one
+    every round, so none is always first.
 
     Raises RuntimeError when a contender fails.
     """
     names = [contender.name for contender in contenders]
-    result = Comparison(names, {cell: {name: [] for name in names} for cell in measured})
+    rates: dict[Cell, dict[str, list[float]]]
+    rates = {cell: {name: [] for name in names} for cell in measured}
+    result = Comparison(names, ours, rates)
     total, done = (rounds + 1) * len(measured) * len(contenders), 0
     for round_number in range(rounds + 1):
         turn = round_number % len(contenders)

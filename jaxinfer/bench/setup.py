@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jaxinfer.bench.do_nothing import do_nothing_model
 from jaxinfer.bench.report import Report
@@ -43,7 +45,7 @@ def start(
 
 
 def start_variant(bench: BenchEngine, setting: str, progress: Report | None = None) -> BenchEngine:
-    """A second engine on the same parameters, with one setting changed: FIELD=VALUE, VALUE as JSON.
+    """`start_changed` of one setting as it is written: FIELD=VALUE, VALUE as JSON.
 
     Raises ValueError naming the fields there are.
     """
@@ -55,9 +57,17 @@ def start_variant(bench: BenchEngine, setting: str, progress: Report | None = No
         parsed = json.loads(value)
     except json.JSONDecodeError:
         parsed = value
-    config, model = dataclasses.replace(bench.config, **{name: parsed}), bench.model
-    if name == "quantization":
-        model = quantised_model(model, parsed)
+    return start_changed(bench, {name: parsed}, progress)
+
+
+def start_changed(
+    bench: BenchEngine, changes: Mapping[str, Any], progress: Report | None = None
+) -> BenchEngine:
+    """A second engine on the same parameters, or on a copy of them in another kind, with some
+    fields of its configuration changed."""
+    config, model = dataclasses.replace(bench.config, **changes), bench.model
+    if "quantization" in changes:
+        model = quantised_model(model, changes["quantization"])
         config = dataclasses.replace(config, quantization=model.quantization)
     return BenchEngine(build_engine(model, config, progress), model, config)
 

@@ -6,17 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.kv_pool import KVGroup, pages_for
-from jaxinfer.memory_plan import (
-    MemoryPlan,
-    MemoryPlanError,
-    plan_memory,
-    state_bytes,
-    workspace_bytes,
-)
+from jaxinfer.memory_plan import MemoryPlan, MemoryPlanError, plan_memory, state_bytes
 from jaxinfer.models import family_of
 from jaxinfer.params import param_bytes
 from jaxinfer.platform import allocator_fraction
@@ -55,12 +47,14 @@ class DeviceFit:
     groups: tuple[KVGroup, ...] = ()
     problem: str = ""
     quantization: str = NONE
-    saved: Savings | None = None  # by quantised weights
+    pages: str = ""
+    saved: Savings | None = None  # by weights and pages of fewer bytes
 
     @property
     def title(self) -> str:
         kind = "" if self.quantization == NONE else f", {self.quantization}"
-        return f"on {size_text(self.size).replace('.00 ', ' ')}, {self.dtype}{kind}"
+        pages = f", KV {self.pages}" if self.pages not in ("", self.dtype) else ""
+        return f"on {size_text(self.size).replace('.00 ', ' ')}, {self.dtype}{kind}{pages}"
 
     def lines(self) -> Iterator[str]:
         """In words."""
@@ -113,22 +107,20 @@ def device_fit(
     size: int,
     quantization: str = NONE,
     layouts: Layouts | None = None,
+    kv_dtype: str | None = None,
 ) -> DeviceFit:
-    """What would fit on a device of `size` bytes, with weights in a kind: at the model's full
-    length, or else at the longest that fits."""
-    config = EngineConfig(dtype=dtype, quantization=quantization)
+    """What would fit on a device of `size` bytes, with weights in a kind and pages of a dtype: at
+    the model's full length, or else at the longest that fits."""
+    config = EngineConfig(dtype=dtype, quantization=quantization, kv_dtype=kv_dtype)
     specs = family_of(model.family).param_specs(model)
     weights = param_bytes(quantised_specs(specs, quantization, dtype, layouts), dtype)
 
     def fit(
         length: int, plan: MemoryPlan | None = None, groups: tuple[KVGroup, ...] = ()
     ) -> DeviceFit:
-        saved = None
-        if plan is not None and quantization != NONE:
-            plain = param_bytes(specs, dtype)
-            workspace = workspace_bytes(model, EngineConfig(), jnp.dtype(dtype).itemsize)
-            saved = savings(quantization, plan, groups, length, plain, workspace)
-        return DeviceFit(size, dtype, length, plan, groups, problem, quantization, saved)
+        saved = None if plan is None else savings(model, config, plan, groups, length)
+        kinds = (quantization, config.pages)
+        return DeviceFit(size, dtype, length, plan, groups, problem, *kinds, saved)
 
     def plan(length: int) -> tuple[MemoryPlan, tuple[KVGroup, ...]]:
         kept = state_bytes(model, config, length)

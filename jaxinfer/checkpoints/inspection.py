@@ -168,8 +168,11 @@ def _generation(tokenizer: Tokenizer) -> str:
     return defaults.describe() + (f"; not honoured: {ignored}" if ignored else "")
 
 
-def describe(info: CheckpointInfo, device_bytes: int | None = None) -> Table:
-    """A table of the facts, and of what fits on a device with so much memory."""
+def describe(
+    info: CheckpointInfo, device_bytes: int | None = None, kv_dtype: str | None = None
+) -> Table:
+    """A table of the facts with KV pages of a dtype (None: of the model's), and of what fits on a
+    device with so much memory."""
     c = info.config
     table = Table(title=info.description, show_header=False, title_justify="left")
     heads = f"{c.num_heads} query, {c.num_kv_heads} KV, of {c.head_dim}"
@@ -187,7 +190,7 @@ def describe(info: CheckpointInfo, device_bytes: int | None = None) -> Table:
         ("stored", f"{size_text(info.stored_bytes)}: {stored}"),
         ("served in", f"{info.dtype}: {size_text(info.weight_bytes(info.dtype))} of weights"),
         *_quantised(info),
-        ("KV per token", size_text(info.kv_bytes_per_token(info.dtype))),
+        ("KV per token", _per_token(info, kv_dtype)),
         ("context length", f"{c.max_position:,} tokens"),
         *_attention(c),
         ("vocabulary", f"{c.vocab_size:,} embeddings, {info.tokenizer_size:,} tokens"),
@@ -200,12 +203,21 @@ def describe(info: CheckpointInfo, device_bytes: int | None = None) -> Table:
     for row in rows:
         table.add_row(*row)
     if device_bytes is not None:
-        ways = [(dtype, NONE) for dtype in (info.dtype, "bfloat16")]
-        for dtype, kind in dict.fromkeys([*ways, (info.dtype, info.quantization)]):
-            fit = device_fit(c, dtype, device_bytes, kind, info.layouts)
+        ways: list[tuple[str, str, str | None]]
+        ways = [(dtype, NONE, None) for dtype in (info.dtype, "bfloat16")]
+        for dtype, kind, pages in dict.fromkeys([*ways, (info.dtype, info.quantization, kv_dtype)]):
+            fit = device_fit(c, dtype, device_bytes, kind, info.layouts, pages)
             table.add_row(fit.title, "\n".join(fit.lines()))
         table.add_row("", not_known())
     return table
+
+
+def _per_token(info: CheckpointInfo, kv_dtype: str | None) -> str:
+    plain = size_text(info.kv_bytes_per_token(info.dtype))
+    if kv_dtype in (None, info.dtype):
+        return plain
+    assert kv_dtype is not None
+    return f"{size_text(info.kv_bytes_per_token(kv_dtype))} as {kv_dtype}, not {plain}"
 
 
 def tensor_table(info: CheckpointInfo) -> Table:

@@ -187,7 +187,7 @@ class Plan:
         return Expectation(
             updated=updated,
             outputs=outputs,
-            pool_array=min(device_bytes(pages) for layer in pools for pages in layer),
+            pool_array=min(device_bytes(layer[0]) for layer in pools),  # scales are far smaller
             temp_limit=2 * 4 * rows * config.vocab_size + 2 * activation + SLACK,
             collectives=collectives,
             memory=self.target.memory,

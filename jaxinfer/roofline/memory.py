@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 
-from jaxinfer.config import DTYPES, EngineConfig, ModelConfig
+from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.kv_pool import KVGroup, kv_groups, pages_for
 from jaxinfer.memory_plan import MemoryPlan, plan_memory
 from jaxinfer.models import family_of
+from jaxinfer.page_dtypes import in_8_bits
 from jaxinfer.params import named_leaves
 from jaxinfer.roofline.devices import Device
 from jaxinfer.roofline.step import Serving, attention_shape, matrix_of
@@ -86,7 +87,7 @@ def plan_on_paper(
         raise ValueError(
             f"max_model_len is {max_model_len}; the model allows at most {model.max_position}"
         )
-    served_pages = serving.pages in DTYPES
+    served_pages = model.mla is None or not in_8_bits(serving.pages)
     kv_dtype = serving.pages if served_pages else "bfloat16"
     config = dataclasses.replace(
         engine,

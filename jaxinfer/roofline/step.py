@@ -11,11 +11,12 @@ from jax.sharding import AbstractMesh
 
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.models import family_of
+from jaxinfer.page_dtypes import page_dtype
 from jaxinfer.params import ParamSpec
 from jaxinfer.roofline import kernels
 from jaxinfer.roofline.devices import Device
 from jaxinfer.roofline.kernels import AttentionShape, Work
-from jaxinfer.roofline.storage import Storage, page_dtype, storage_called
+from jaxinfer.roofline.storage import Storage, storage_called
 from jaxinfer.sharding import MESH_AXES, sharding_of
 
 # Matrices of a layer that quantisation makes smaller: routers, latents' head matrices, embedding
@@ -35,7 +36,7 @@ class Serving:
     """
 
     dtype: str = "bfloat16"
-    kv_dtype: str | None = None  # None: as dtype
+    kv_dtype: str | None = None  # by a name of `page_dtypes`; None: as dtype
     quantization: str | None = None
     gpus: int = 1
     page_size: int = 64
@@ -47,7 +48,7 @@ class Serving:
 
     @property
     def pages(self) -> str:
-        return page_dtype(self.kv_dtype or self.dtype)
+        return page_dtype(self.kv_dtype) or self.dtype
 
     @property
     def storage(self) -> Storage | None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from jaxinfer.page_dtypes import in_8_bits
+
 SCALE_BYTES = 4  # float32
 
 
@@ -43,9 +45,6 @@ STORAGES = {
     "w8a8-fp8": Storage(8, unit="float8"),
 }
 
-PAGE_DTYPES = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn")
-_SHORT = {"fp8": "float8_e4m3fn", "bf16": "bfloat16", "fp16": "float16"}
-
 
 def storage_called(name: str | None) -> Storage | None:
     """The way of that name; None for none. Raises ValueError naming those that are known."""
@@ -56,15 +55,6 @@ def storage_called(name: str | None) -> Storage | None:
     return STORAGES[name]
 
 
-def page_dtype(name: str) -> str:
-    """The dtype of pages of that name. Raises ValueError naming those that are known."""
-    dtype = _SHORT.get(name, name)
-    if dtype not in PAGE_DTYPES:
-        raise ValueError(f"kv_dtype is {name!r}; known: {', '.join(PAGE_DTYPES)}")
-    return dtype
-
-
 def page_entry_bytes(dtype: str, dims: int) -> int:
     """Bytes of a key or value of one head: quantised ones have a scale beside them."""
-    quantised = jnp.dtype(dtype).itemsize == 1
-    return dims * jnp.dtype(dtype).itemsize + (SCALE_BYTES if quantised else 0)
+    return dims * jnp.dtype(dtype).itemsize + (SCALE_BYTES if in_8_bits(dtype) else 0)

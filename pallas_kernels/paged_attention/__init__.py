@@ -9,6 +9,7 @@ leading `value_dim` of a key is its value.
 
 A quantised pool has int8 or float8 pages, and scales float32 [pages, kv_heads, page_size] of its
 keys and of its values: what is stored of a token and head, times its scale, is its key or value.
+Where XLA attends, float8_e4m3fn may be stored as its bits in uint8 (`quantised.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def paged_attention(
     None: what is fastest for as many rows. What a query head attended to goes through its matrix of
     `value_weights`, if there are any.
     """
-    pool = _pool(k_pool, v_pool, value_dim, k_scale, v_scale)
+    pool = _pool(k_pool, v_pool, value_dim, k_scale, v_scale, implementation)
     if not implementation.startswith("reference"):
         how = _options(implementation, scale, window, soft_cap)
         if pool.v is not None and _for_hopper(pool, implementation):
@@ -100,7 +101,7 @@ def paged_prefill(
     row that matters; tiles with 0 rows are padding. The pool holds the chunk's own k and v already.
     `window`, `soft_cap`, `sinks` and `block` as for `paged_attention`.
     """
-    pool = _pool(k_pool, v_pool, value_dim, k_scale, v_scale)
+    pool = _pool(k_pool, v_pool, value_dim, k_scale, v_scale, implementation)
     if not implementation.startswith("reference"):
         how = _options(implementation, scale, window, soft_cap)
         if pool.v is not None and _for_hopper(pool, implementation, prefill=True):
@@ -157,6 +158,7 @@ def _pool(
     value_dim: int | None,
     k_scale: Array | None,
     v_scale: Array | None,
+    implementation: Implementation,
 ) -> reference.Pool:
     """Raises ValueError for arrays that do not go together."""
     if (v_pool is None) == (value_dim is None):
@@ -165,6 +167,8 @@ def _pool(
         raise ValueError("attention takes both k_scale and v_scale of pools apart, or neither")
     if k_scale is None and jnp.issubdtype(k_pool.dtype, jnp.integer):
         raise ValueError(f"pages of {k_pool.dtype} need k_scale and v_scale")
+    if k_pool.dtype == jnp.uint8 and not implementation.startswith("reference"):
+        raise ValueError(f"pages of uint8 are read by XLA only, not by {implementation}")
     width = v_pool.shape[3] if v_pool is not None else value_dim
     assert width is not None
     return reference.Pool(k_pool, v_pool, width, k_scale, v_scale)

@@ -1,9 +1,37 @@
-"""Keys and values in 8 bits: numbers, and a float32 scale for each token and head."""
+"""Keys and values in 8 bits: numbers, and a float32 scale for each token and head.
+
+XLA for CPUs has no operations on float8 and makes float16 of whole arrays around them. So pages may
+be uint8 in their place, which holds the bits of float8_e4m3fn.
+"""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Num
+
+
+def meant(dtype: jnp.dtype) -> jnp.dtype:
+    """The type of the numbers that pages of this dtype hold."""
+    return jnp.dtype(jnp.float8_e4m3fn) if dtype == jnp.uint8 else dtype
+
+
+def as_stored(numbers: Num[Array, "*axes"], dtype: jnp.dtype) -> Num[Array, "*axes"]:
+    """Numbers of the type that is meant, as pages of this dtype hold them."""
+    return lax.bitcast_convert_type(numbers, jnp.uint8) if dtype == jnp.uint8 else numbers
+
+
+def as_numbers(stored: Num[Array, "*axes"], dtype: jnp.dtype) -> Float[Array, "*axes"]:
+    """What pages hold, exactly, in a type of 16 bits or more.
+
+    A float8_e4m3fn's bits are those of a float16 whose exponent has another bias. NaN, which pages
+    never hold, would become 480.
+    """
+    if stored.dtype != jnp.uint8:
+        return stored.astype(dtype)
+    wide = stored.astype(jnp.uint16)
+    bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    return lax.bitcast_convert_type(bits, jnp.float16).astype(dtype) * 256
 
 
 def largest(dtype: jnp.dtype) -> float:

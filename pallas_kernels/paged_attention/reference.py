@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from pallas_kernels.paged_attention.quantised import as_numbers
+
 # Keys a loop turn attends to: fewer turns for few rows, whose turns cost overhead only, and less
 # wasted at the end of a sequence for many. Measured on CPUs, see docs/performance.md.
 MIN_BLOCK, MAX_BLOCK, ROWS_TIMES_BLOCK = 64, 256, 512
@@ -38,12 +40,24 @@ class Seen(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Keys and values of some pages, and the scales of quantised ones."""
+    """Keys and values of some pages as they are stored, and the scales of quantised ones."""
 
     k: Num[Array, "S KV T hd"]
     v: Num[Array, "S KV T vd"]
     k_scale: Float[Array, "S KV 1 T"] | None
     v_scale: Float[Array, "S KV 1 T"] | None
+
+    def as_numbers(self, dtype: jnp.dtype, rows: int) -> Block:
+        """Keys and values in `dtype`, for so many rows of queries.
+
+        Scales are left to multiply scores and weights, as 8-bit numbers are exact in any dtype; or
+        they are multiplied in where nothing is rounded to few bits and that is less to multiply.
+        """
+        k, v = as_numbers(self.k, dtype), as_numbers(self.v, dtype)
+        k_scale, v_scale = self.k_scale, self.v_scale
+        if k_scale is None or v_scale is None or dtype != jnp.float32 or rows <= k.shape[3]:
+            return Block(k, v, k_scale, v_scale)
+        return Block(k * k_scale.swapaxes(2, 3), v * v_scale.swapaxes(2, 3), None, None)
 
 
 class Pool(NamedTuple):
@@ -249,20 +263,22 @@ def _accumulate(
 ) -> tuple:
     """One block of the online softmax. `valid` None: every row sees every key.
 
-    Scales multiply scores and weights, not keys and values: 8-bit numbers are exact in any dtype.
     A row that sees no key of its first block gathers junk until it sees one, or a sink.
     """
     top, total, values = state
     dtype = q.dtype if block.k_scale is not None else block.k.dtype
-    k, v = block.k.astype(dtype), block.v.astype(dtype)
+    block = block.as_numbers(dtype, q.shape[2])
     scores = lax.dot_general(
-        q, k, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+        q, block.k, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
     )
     if block.k_scale is not None:
         scores = scores * block.k_scale
     scores = seen.capped(scores)
     if valid is not None:
-        scores = lax.optimization_barrier(jnp.where(valid, scores, MASKED))
+        scores = jnp.where(valid, scores, MASKED)
+    if valid is not None or block.k_scale is not None or seen.soft_cap is not None:
+        # Or a product would be rounded with the difference below in some programs, not in others.
+        scores = lax.optimization_barrier(scores)
     new_top = jnp.maximum(top, scores.max(-1))
     decay = jnp.exp(top - new_top)
     weights = jnp.exp(scores - new_top[..., None])
@@ -270,8 +286,8 @@ def _accumulate(
     if block.v_scale is not None:
         weights = weights * block.v_scale
     attended = lax.dot_general(
-        weights.astype(v.dtype),
-        v,
+        weights.astype(block.v.dtype),
+        block.v,
         (((3,), (2,)), ((0, 1), (0, 1))),
         preferred_element_type=jnp.float32,
     )

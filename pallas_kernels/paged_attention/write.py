@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from pallas_kernels.paged_attention.quantised import quantise
+from pallas_kernels.paged_attention.quantised import as_stored, meant, quantise
 
 
 def write_kv(
@@ -38,10 +38,11 @@ def write_kv(
         k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
         return put(k_pool, k), put(v_pool, v)
     finite = (jnp.isfinite(k) & jnp.isfinite(v)).all(-1)
-    k_numbers, k_scales = quantise(jnp.where(jnp.isfinite(k), k, 0), k_pool.dtype)
-    v_numbers, v_scales = quantise(jnp.where(jnp.isfinite(v), v, 0), v_pool.dtype)
+    k_numbers, k_scales = quantise(jnp.where(jnp.isfinite(k), k, 0), meant(k_pool.dtype))
+    v_numbers, v_scales = quantise(jnp.where(jnp.isfinite(v), v, 0), meant(v_pool.dtype))
     k_scales = jnp.where(finite, k_scales, jnp.nan)
-    rows = (k_numbers, v_numbers, k_scales, v_scales)
+    k, v = as_stored(k_numbers, k_pool.dtype), as_stored(v_numbers, v_pool.dtype)
+    rows = (k, v, k_scales, v_scales)
     return tuple(put(pool, new) for pool, new in zip(pools, rows, strict=True))
 
 

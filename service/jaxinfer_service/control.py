@@ -8,6 +8,7 @@ import grpc
 from google.protobuf.message import Message
 
 from jaxinfer.expert_load import imbalance
+from jaxinfer.quantization.kinds import NONE
 from jaxinfer.text import TextProcessor
 from jaxinfer.validation import Violations
 from jaxinfer_service import status, version
@@ -64,6 +65,8 @@ class ControlService:
             max_queued_tokens=limits.max_queued_tokens,
             uptime=model.frontend.uptime,
             generation=_generation(model.opened.text),
+            quantization=config.quantization or NONE,
+            kv_dtype=config.pages,
         )
 
     async def load(self, request: pb.LoadRequest, context: Context) -> Message:

@@ -98,6 +98,14 @@ def inspect(
             show_default="as stored",
         ),
     ] = None,
+    kv_cache_dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="Of the KV pool, see `jaxinfer serve --help`.",
+            show_default="auto",
+        ),
+    ] = None,
     tensors: Annotated[
         bool, typer.Option("--tensors", help="Instead: every tensor, and as what it is stored.")
     ] = False,
@@ -135,23 +143,26 @@ def inspect(
     from jaxinfer.checkpoints import describe, inspect_checkpoint, tensor_table
     from jaxinfer.checkpoints.device_fit import device_fit
     from jaxinfer.demo import DEMO, demo_checkpoint
+    from jaxinfer.page_dtypes import page_dtype
 
     try:
         with console.progress() as progress:
             found = demo_checkpoint(progress) if path == DEMO else path
             info = inspect_checkpoint(found, config, quantization)
+        pages = page_dtype(kv_cache_dtype)
+        per_token = info.kv_bytes_per_token(pages or info.dtype)
     except (ValueError, OSError) as error:
         console.fail(error)
     if as_json:
-        fields: dict[str, Any] = info.to_json()
+        fields: dict[str, Any] = info.to_json() | {"kv_bytes_per_token": per_token}
         if not tensors:
             del fields["tensors"]
         if device_memory is not None:
-            fields["device"] = device_fit(
-                info.config, info.dtype, device_memory, info.quantization, info.layouts
-            ).to_json()
+            kinds = (info.quantization, info.layouts, pages)
+            fit = device_fit(info.config, info.dtype, device_memory, *kinds)
+            fields["device"] = fit.to_json()
         typer.echo(json.dumps(fields, indent=1))
         return
     from rich.console import Console
 
-    Console().print(tensor_table(info) if tensors else describe(info, device_memory))
+    Console().print(tensor_table(info) if tensors else describe(info, device_memory, pages))

@@ -104,8 +104,9 @@ KvCacheDtype = Annotated[
     str | None,
     typer.Option(
         metavar="DTYPE",
-        help="Of the KV pool: float32, bfloat16 or float16.",
-        show_default="as --dtype",
+        help="Of the KV pool: auto (as --dtype), float32, bfloat16, float16, or with a scale for "
+        "every token and head int8 or fp8 (fp8_e4m3).",
+        show_default="auto",
         rich_help_panel=_MEMORY,
     ),
 ]
@@ -301,7 +302,7 @@ class EngineOptions:
         del own["dtype"]
         return given(
             kv_pool_bytes=self.kv_cache_memory,
-            kv_dtype=stored_dtype(self.kv_cache_dtype),
+            kv_dtype=self.kv_cache_dtype,
             memory_utilization=self.gpu_memory_utilization,
             **own,
         )

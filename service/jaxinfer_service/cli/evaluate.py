@@ -41,7 +41,7 @@ def evaluate(
         typer.Option(
             metavar="DTYPE",
             help="Of its KV pool.",
-            show_default="as --dtype",
+            show_default="auto",
             rich_help_panel=_REFERENCE,
         ),
     ] = None,
@@ -140,7 +140,7 @@ def evaluate(
                     dtype=options.stored_dtype(dtype),
                     progress=progress,
                     quantization=weights,
-                    kv_dtype=options.stored_dtype(pages),
+                    kv_dtype=pages,
                     max_model_len=min(longest, max(max_tokens, ROOM)),
                     max_num_seqs=8,
                     max_num_batched_tokens=64,

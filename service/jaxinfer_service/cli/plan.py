@@ -35,7 +35,7 @@ PlannedPages = Annotated[
         "--kv-dtype",
         "--kv-cache-dtype",
         metavar="DTYPE",
-        help="Of the KV pool: bfloat16, float32, ..., and on paper int8 or fp8.",
+        help="Of the KV pool: float32, bfloat16, float16, int8 or fp8.",
         show_default="as --dtype",
     ),
 ]

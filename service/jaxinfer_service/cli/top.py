@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxinfer.quantization.kinds import NONE
 from jaxinfer_service.cli import remote
 from jaxinfer_service.cli.remote import LOCAL, Server
 
@@ -131,6 +132,8 @@ def _how(info: pb.ServerInfoResponse, width: int) -> list[str]:
     parts = [
         f"jaxinfer {info.version}".strip(),
         info.dtype,
+        f"weights {info.quantization}" if info.quantization not in ("", NONE) else "",
+        f"KV {info.kv_dtype}" if info.kv_dtype not in ("", info.dtype) else "",
         f"preset {info.preset}" if info.preset else "",
         f"{info.max_model_len} tokens a sequence",
         f"chunks of {info.chunk_tokens}",

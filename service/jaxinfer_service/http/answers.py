@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from jaxinfer.prompt_logprobs import PromptLogprobs
+from jaxinfer.quantization.kinds import NONE
 from jaxinfer.replies.reader import CallDelta
 from jaxinfer.request import FinishReason, TokenLogprobs
 from jaxinfer.text import Delta, Finish, TextProcessor
@@ -262,6 +263,7 @@ def usage(
 
 def model_card(model: ServedModel, name: str) -> dict[str, Any]:
     """What /v1/models says of a model, by one of its names."""
+    config = model.opened.config
     return {
         "id": name,
         "object": "model",
@@ -269,6 +271,9 @@ def model_card(model: ServedModel, name: str) -> dict[str, Any]:
         "owned_by": "jaxinfer",
         "root": model.names[0],
         "max_model_len": model.opened.text.limits.max_model_len,
+        "dtype": config.dtype,
+        "quantization": config.quantization or NONE,
+        "kv_cache_dtype": config.pages,
     }
 
 

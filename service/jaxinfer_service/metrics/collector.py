@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from jaxinfer.expert_load import imbalance
 from jaxinfer.load import Load
+from jaxinfer.quantization.kinds import NONE
 from jaxinfer.request import FinishReason
 from jaxinfer_service import version
 from jaxinfer_service.metrics.histograms import Histogram, Histograms
@@ -105,18 +106,15 @@ class _Families:
         yield self._gauge("kv_cache_usage_perc", "KV pages in use; 1 is all of them.", usage)
         yield self._gauge("gpu_cache_usage_perc", "Old name of kv_cache_usage_perc.", usage)
         config = self._served.opened.config
-        said = {
-            "block_size": str(load.page_size),
-            "num_gpu_blocks": str(free + cached + used),
-            "cache_dtype": config.kv_dtype or config.dtype,
-            "enable_prefix_caching": str(config.prefix_cache),
-            "gpu_memory_utilization": str(config.memory_utilization),
-        }
-        family = GaugeMetricFamily(
-            f"{self._prefix}:cache_config_info", "How the KV pool is.", labels=[*LABELS, *said]
+        yield self._said(
+            "cache_config_info",
+            "How the KV pool is.",
+            block_size=str(load.page_size),
+            num_gpu_blocks=str(free + cached + used),
+            cache_dtype=config.pages,
+            enable_prefix_caching=str(config.prefix_cache),
+            gpu_memory_utilization=str(config.memory_utilization),
         )
-        family.add_metric([*self._labels, *said.values()], 1.0)
-        yield family
 
     def _waiting(self) -> Metric:
         load = self._load
@@ -189,6 +187,14 @@ class _Families:
 
     def _own(self) -> Iterator[Metric]:
         load, counters = self._load, self._load.counters
+        config = self._served.opened.config
+        yield self._said(
+            "model_config_info",
+            "How the model is computed.",
+            dtype=config.dtype,
+            quantization=config.quantization or NONE,
+            tensor_parallel_size=str(config.tensor_parallel_size),
+        )
         yield self._gauge("slots", "Requests that can run at once.", load.slots)
         yield self._gauge("waiting_tokens", "Prompt tokens that wait.", load.waiting_tokens)
         pages = GaugeMetricFamily(
@@ -254,6 +260,12 @@ class _Families:
     def _gauge(self, name: str, help_text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"{self._prefix}:{name}", help_text, labels=LABELS)
         family.add_metric(self._labels, value)
+        return family
+
+    def _said(self, name: str, help_text: str, **said: str) -> Metric:
+        """What is said in labels."""
+        family = GaugeMetricFamily(f"{self._prefix}:{name}", help_text, labels=[*LABELS, *said])
+        family.add_metric([*self._labels, *said.values()], 1.0)
         return family
 
     def _counter(self, name: str, help_text: str, value: float) -> Metric:

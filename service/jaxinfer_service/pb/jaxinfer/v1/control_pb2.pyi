@@ -11,7 +11,7 @@ class ServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfoResponse(_message.Message):
-    __slots__ = ("version", "model_names", "dtype", "tensor_parallel_size", "slots", "max_model_len", "chunk_tokens", "page_size", "pages", "kv_capacity_tokens", "kv_offload_bytes", "prefix_cache", "deterministic", "determinism", "preset", "tpot_target_ms", "max_queued_requests", "max_queued_tokens", "uptime", "generation")
+    __slots__ = ("version", "model_names", "dtype", "tensor_parallel_size", "slots", "max_model_len", "chunk_tokens", "page_size", "pages", "kv_capacity_tokens", "kv_offload_bytes", "prefix_cache", "deterministic", "determinism", "preset", "tpot_target_ms", "max_queued_requests", "max_queued_tokens", "uptime", "generation", "quantization", "kv_dtype")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAMES_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,8 @@ class ServerInfoResponse(_message.Message):
     MAX_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     version: str
     model_names: _containers.RepeatedScalarFieldContainer[str]
     dtype: str
@@ -52,7 +54,9 @@ class ServerInfoResponse(_message.Message):
     max_queued_tokens: int
     uptime: float
     generation: GenerationDefaults
-    def __init__(self, version: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., pages: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., kv_offload_bytes: _Optional[int] = ..., prefix_cache: bool = ..., deterministic: bool = ..., determinism: _Optional[str] = ..., preset: _Optional[str] = ..., tpot_target_ms: _Optional[float] = ..., max_queued_requests: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., uptime: _Optional[float] = ..., generation: _Optional[_Union[GenerationDefaults, _Mapping]] = ...) -> None: ...
+    quantization: str
+    kv_dtype: str
+    def __init__(self, version: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., slots: _Optional[int] = ..., max_model_len: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., pages: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., kv_offload_bytes: _Optional[int] = ..., prefix_cache: bool = ..., deterministic: bool = ..., determinism: _Optional[str] = ..., preset: _Optional[str] = ..., tpot_target_ms: _Optional[float] = ..., max_queued_requests: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., uptime: _Optional[float] = ..., generation: _Optional[_Union[GenerationDefaults, _Mapping]] = ..., quantization: _Optional[str] = ..., kv_dtype: _Optional[str] = ...) -> None: ...
 
 class GenerationDefaults(_message.Message):
     __slots__ = ("eos_token_ids", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_new_tokens", "max_length", "stop", "not_honoured")
