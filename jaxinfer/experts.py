@@ -7,6 +7,7 @@ of every expert, and the parts of the result are added.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -15,7 +16,10 @@ from jaxtyping import Array, Float
 
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.base import Experts, Routed
-from jaxinfer.quantization.weight import Quantised
+from jaxinfer.models.moe import moe_specs
+from jaxinfer.quantization.kinds import NONE
+from jaxinfer.quantization.multipliers import own_part, terms_of
+from jaxinfer.quantization.weight import Quantised, quantised_specs
 from jaxinfer.sharding import on_each_device, partition_spec
 from jaxinfer.step_model import StepModel
 from pallas_kernels.dispatch import Body, Device
@@ -27,14 +31,22 @@ BIAS = (None, "mlp", None, None)
 
 
 def choose_experts(
-    device: Device, config: ModelConfig, dtype: Any, ways: int = 1
+    device: Device, config: ModelConfig, dtype: Any, ways: int = 1, quantization: str = NONE
 ) -> Body[Implementation] | None:
-    """What multiplies with weights of that dtype over `ways` devices; None without experts."""
+    """What multiplies with weights of that dtype, or in that kind, over `ways` devices; None
+    without experts."""
     if config.moe is None:
         return None
-    count, inner = config.moe.num_experts, config.moe.intermediate_size // ways
-    shapes = ((count, 2 * inner, config.hidden_size), (count, config.hidden_size, inner))
-    bodies = [choose_body(device, jax.ShapeDtypeStruct(s, dtype), dtype) for s in shapes]
+    specs, bodies = moe_specs(config, config.moe), []
+    for name in ("experts_gate_up", "experts_down"):
+        part = own_part(quantised_specs(specs[name], quantization, dtype), ways, dtype)
+        matrices: Any
+        if isinstance(part, Quantised):
+            matrices = terms_of(part)[0]
+        else:
+            shape = (part.shape[0], math.prod(part.shape[1:-1]), part.shape[-1])
+            matrices = jax.ShapeDtypeStruct(shape, part.dtype)
+        bodies.append(choose_body(device, matrices, dtype))
     return next((body for body in bodies if body.why), bodies[0])
 
 
@@ -56,9 +68,12 @@ def run_experts(
     if mesh.shape["expert"] > 1:
         raise ValueError("kernels divide every expert over devices: the mesh axis 'expert' is 1")
     axes = (GATE_UP, DOWN, BIAS if bias is not None else ())
-    specs = (PartitionSpec(), *(partition_spec(names) for names in axes))
+    specs: list[Any] = [PartitionSpec(), *(partition_spec(names) for names in axes)]
+    for i, weight in ((1, gate_up), (2, down)):
+        if isinstance(weight, Quantised):
+            specs[i] = weight.placed()
 
     def part(*arrays: Any) -> Array:
         return jax.lax.psum(body(*arrays), "model")
 
-    return on_each_device(part, mesh, specs, PartitionSpec())(*arrays)
+    return on_each_device(part, mesh, tuple(specs), PartitionSpec())(*arrays)

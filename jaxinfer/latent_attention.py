@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -20,6 +19,7 @@ from jaxinfer.models.base import Rotary
 from jaxinfer.models.layers import add_bias, linear
 from jaxinfer.models.mla import LATENT_EPS, mla_specs
 from jaxinfer.params import Tree
+from jaxinfer.quantization.weight import Quantised, multiply_in_parts, multiply_own
 from jaxinfer.sharding import on_each_device, partition_spec
 from jaxinfer.step_model import Placement, StepModel
 from pallas_kernels.latent_attention import absorbed_queries, norm_and_write
@@ -31,15 +31,15 @@ WANTED_PROGRAMS, MOST_PARTS, FEWEST_COLUMNS = 264, 8, 64
 
 
 def takes(model: StepModel, params: Tree) -> bool:
-    """Whether kernels compute a layer with these parameters: latent, of plain arrays of 16 bits,
-    since tensor cores would round others."""
+    """Whether kernels compute a layer with these parameters: latent, of 16 bits, since tensor cores
+    would round others, or of quantised weights that kernels multiply with."""
     mla = model.config.mla
     if mla is None or model.attention.startswith("reference"):
         return False
     weights = [params[name] for name in mla_specs(model.config, mla)]
-    if not all(isinstance(weight, jax.Array) for weight in weights):
+    if any(isinstance(w, Quantised) and w.multiplier.body == "reference" for w in weights):
         return False
-    return model.attention.endswith("_interpreted") or weights[0].dtype.itemsize == 2
+    return model.attention.endswith("_interpreted") or params["k_b"].dtype.itemsize == 2
 
 
 def run_latent(
@@ -57,7 +57,10 @@ def run_latent(
     specs = mla_specs(config, config.mla)
     own = {name: params[name] for name in specs}
     whole, pool = PartitionSpec(), (partition_spec(model.groups[0].axes),)
-    weights = {name: partition_spec(spec.axes) for name, spec in specs.items()}
+    weights = {
+        name: param.placed() if isinstance(param, Quantised) else partition_spec(specs[name].axes)
+        for name, param in own.items()
+    }
 
     def body(place: Placement, pages: Pages, params: Tree, x: Array, rotary: Rotary) -> Any:
         out, stored = _of_own_heads(model, kind, place, pages, params, x, rotary)
@@ -90,12 +93,15 @@ def _of_own_heads(
         dtype=x.dtype,
         **how,
     )
-    q = _in_parts(x if low is None else low, params["q"].reshape(-1, params["q"].shape[2]))
+    q = _in_parts(x if low is None else low, params["q"])
     q = q.reshape(-1, tokens, *params["q"].shape[:2])
     queries = absorbed_queries(q, params["k_b"], rotary, **how)[:, None]
     stored = (pool,)
     values = attend_own(model, kind, place, queries, stored, value_weights=params["v_b"])
-    flat, weight = values.reshape(tokens, -1), params["o"].reshape(config.hidden_size, -1)
+    flat, weight = values.reshape(tokens, -1), params["o"]
+    if isinstance(weight, Quantised):
+        return multiply_own(flat, weight, flat.dtype), stored
+    weight = weight.reshape(config.hidden_size, -1)
     columns = weight.shape[1]
     if tokens > FEW_ROWS or not step_columns(columns, columns):
         return linear(flat, weight), stored
@@ -103,18 +109,29 @@ def _of_own_heads(
     return quantised_matmul(flat, weight, implementation=body, splits=1), stored
 
 
-def _projected(params: Tree, x: Float[Array, "T D"]) -> Float[Array, "P T width"]:
-    """Latents of queries, if there are any, and of keys and values with the key that rotates."""
+def _projected(params: Tree, x: Float[Array, "T D"]) -> tuple[Float[Array, "P T width"], ...]:
+    """Latents of queries, if there are any, and of keys and values with the key that rotates; of
+    weights that are no arrays, in two."""
     names = [name for name in ("q_a", "kv_a") if name in params]
+    bias = [params[f"{name}_bias"] for name in names] if "kv_a_bias" in params else None
+    if isinstance(params["kv_a"], Quantised):
+        if bias is None:
+            return tuple(multiply_in_parts(x, params[name]) for name in names)
+        products = (multiply_own(x, params[name], x.dtype) for name in names)
+        return tuple(add_bias(product, b)[None] for product, b in zip(products, bias))
     weight = jnp.concatenate([params[name] for name in names])
-    if "kv_a_bias" not in params:
-        return _in_parts(x, weight)
-    bias = jnp.concatenate([params[f"{name}_bias"] for name in names])
-    return add_bias(linear(x, weight), bias)[None]
+    if bias is None:
+        return (_in_parts(x, weight),)
+    return (add_bias(linear(x, weight), jnp.concatenate(bias))[None],)
 
 
-def _in_parts(x: Float[Array, "T K"], weight: Float[Array, "N K"]) -> Float[Array, "P T N"]:
+def _in_parts(
+    x: Float[Array, "T K"], weight: Float[Array, "*outputs K"] | Quantised
+) -> Float[Array, "P T N"]:
     """x @ weight.T as parts that add up, float32 if there are several: as many as fill a device."""
+    if isinstance(weight, Quantised):
+        return multiply_in_parts(x, weight)
+    weight = weight.reshape(-1, weight.shape[-1])
     (tokens, columns), outputs = x.shape, weight.shape[0]
     tile, parts = (64 if tokens <= FEW_ROWS else 128), 1  # as the compiler has them
     tiles = -(-tokens // tile) * -(-outputs // tile)

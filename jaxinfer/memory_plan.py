@@ -92,22 +92,28 @@ def device_memory(device: Device) -> tuple[int, int]:
     return int(stats["bytes_limit"] / allocator_fraction()), stats["bytes_limit"]
 
 
-def workspace_bytes(model: ModelConfig, config: EngineConfig, itemsize: int) -> int:
+def workspace_bytes(
+    model: ModelConfig, config: EngineConfig, itemsize: int, by_kernels: bool = False
+) -> int:
     """Bound on a program's temporaries (twice the logits, twice the widest activation, slack) and
     on what goes from one program to the next: logits, with what `forbid` leaves of them, and a
     chunk's last activations, twice.
 
     Quantised weights: as many of both as products are made of; where activations are not rounded,
-    the largest matrix in their dtype.
+    the largest matrix in their dtype, unless kernels multiply.
     """
     rows = config.max_num_seqs + config.max_num_batched_tokens
     widest, products, matrix = widest_activation(model), 1, 0
     if kind := KINDS.get(config.quantization or NONE):
         products = kind.products
-        if kind.activations == "as_given":
+        if not by_kernels and kind.dequantised:
             specs = named_leaves(family_of(model.family).param_specs(model))
-            shapes = [spec.shape[spec.axes[0] == "experts" :] for _, spec in specs if spec.inputs]
-            matrix = max(map(math.prod, shapes)) * itemsize
+            shapes = [
+                spec.shape[spec.axes[0] == "experts" :]
+                for _, spec in specs
+                if spec.inputs and (kind.vocabulary or spec.axes[0] != "vocab")
+            ]
+            matrix = max(map(math.prod, shapes)) * (itemsize if kind.stored == "int8" else 4)
     logits = 4 * model.vocab_size * max(config.max_num_seqs + MAX_PIECES, SCORED_ROWS)
     values = 2 * products * rows * widest * max(itemsize, 4)
     hidden = 2 * config.max_num_batched_tokens * model.hidden_size * itemsize
@@ -150,10 +156,12 @@ def plan_memory(
     weights_bytes: int,
     slot_bytes: int,
     device: Device,
+    by_kernels: bool = False,
 ) -> tuple[MemoryPlan, tuple[KVGroup, ...]]:
     """Divide the device's memory. Raises MemoryPlanError naming what does not fit and what to do.
 
     With tensor parallelism the figures are of one device, over which heads are divided.
+    `by_kernels`: no quantised weight is made numbers of to multiply with it.
     """
     kv_dtype = config.kv_dtype or config.dtype
     total, limit = device_memory(device)
@@ -161,7 +169,8 @@ def plan_memory(
     if device.platform == "cpu":  # others use the host too; what is loaded is taken already
         available = psutil.virtual_memory().available + weights_bytes + slot_bytes
         usable = min(usable, available)
-    workspace = workspace_bytes(model, config, jax.numpy.dtype(config.dtype).itemsize)
+    itemsize = jax.numpy.dtype(config.dtype).itemsize
+    workspace = workspace_bytes(model, config, itemsize, by_kernels)
     host, batch = _offload_bytes(model, config, kv_dtype)
     workspace, transfer = max(workspace, 2 * batch), 2 * MOST_BATCHES * batch
     if device.platform == "cpu":

@@ -35,6 +35,7 @@ from jaxinfer.programs import (
     step_shapes,
 )
 from jaxinfer.quantization.kinds import KINDS, NONE
+from jaxinfer.quantization.multipliers import with_multipliers
 from jaxinfer.quantization.savings import Savings, savings, weights_on_one
 from jaxinfer.quantization.weight import specs_of
 from jaxinfer.runner import Runner
@@ -111,8 +112,14 @@ def build_engine(
         placement = param_shardings(specs, mesh)
         params = jax.device_put(params, placement)  # moves nothing that was loaded in place
         slots, options, history = jax.device_put((slots, options, history), replicated(mesh))
+    params, why = with_multipliers(params, _device(device), mesh)
+    if why:
+        logger.warning("weights are multiplied by XLA, not by kernels: %s (docs/kernels.md)", why)
     weights, kept = _bytes_on_one(params), _bytes_on_one((slots, options, history))
-    memory, groups = plan_memory(served, config, max_model_len, weights, kept, device)
+    by_kernels = device.platform != "cpu" and not why
+    memory, groups = plan_memory(
+        served, config, max_model_len, weights, kept, device, by_kernels=by_kernels
+    )
     for line in memory.lines(groups, max_model_len):
         logger.info(line)
     if config.quantization in KINDS:
@@ -278,7 +285,8 @@ def _attention(device: Device, groups: tuple[KVGroup, ...]) -> Implementation:
 
 def _experts(device: Device, model: ModelConfig, config: EngineConfig) -> Grouped | None:
     """What multiplies with experts' matrices; the log says why if it is no kernel on a GPU."""
-    body = choose_experts(device, model, config.dtype, config.tensor_parallel_size)
+    ways, kind = config.tensor_parallel_size, config.quantization or NONE
+    body = choose_experts(device, model, config.dtype, ways, kind)
     if body is None:
         return None
     if body.why:

@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from quantised_weights import with_body
 
-from jaxinfer.gpu_check.cases import Plan, make_plan
+from jaxinfer.gpu_check.cases import Plan, Served, make_plan
 from jaxinfer.gpu_check.checks import assess
 from jaxinfer.gpu_check.target import TARGETS
 from jaxinfer.sharding import replicated
@@ -30,7 +31,11 @@ def packed(plan: Plan) -> Any:
 
 
 def step(
-    plan: Plan, wrap: Callable[..., Any] | None = None, donate: bool = True, **changes: Any
+    plan: Plan,
+    wrap: Callable[..., Any] | None = None,
+    donate: bool = True,
+    params: Any = None,
+    **changes: Any,
 ) -> Any:
     """The decode program of a plan, traced anew with something changed."""
     model = dataclasses.replace(plan.model, **changes)
@@ -41,7 +46,7 @@ def step(
 
     program = jax.jit(run, donate_argnums=(1, 2) if donate else ())
     with jax.set_mesh(plan.model.mesh):  # kernels are compiled for the device they find there
-        return program.lower(*plan.state[:3], packed(plan))
+        return program.lower(params or plan.state[0], *plan.state[1:3], packed(plan))
 
 
 def roll_pages(pools: Any, *others: Any) -> Any:
@@ -64,7 +69,8 @@ def failures(plan: Plan, lowered: Any, compiled: Any = None, **changes: Any) -> 
 
 
 def main() -> None:
-    one, eight = (make_plan(TARGETS["h200"], "llama-3-8b", ways, layers=1) for ways in (1, 8))
+    one, eight = (make_plan(TARGETS["h200"], Served("llama-3-8b", ways), 1) for ways in (1, 8))
+    int4 = make_plan(TARGETS["h200"], Served("llama-3-8b", 1, "int4"), 1)
     with jax.set_mesh(one.model.mesh):
         right = one.programs[NAME].lower()
     compiled = right.compile()
@@ -78,6 +84,7 @@ def main() -> None:
         "loops while the device says so": failures(one, step(one, attention="reference")),
         "branches as the device says": failures(one, step(one, branch)),
         "attention by XLA": failures(one, step(one, attention="reference_static")),
+        "weights made numbers of": failures(int4, step(int4, params=with_body(int4.state[0]))),
         "not pinned to the mesh": failures(eight, unpinned),
     }
     print(json.dumps(found))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from jaxinfer.quantization.weight import Multiplier, Quantised
 from pallas_kernels.quantised_matmul import QuantisedWeight, pack_int4
 
 
@@ -75,6 +79,17 @@ def random_weight(
     )
     weight.check()
     return weight, dense
+
+
+def with_body(params: Any, body: str = "reference", mesh: Mesh | None = None) -> Any:
+    """Parameters whose quantised weights are multiplied with by that body."""
+
+    def of(leaf: Any) -> Any:
+        if not isinstance(leaf, Quantised):
+            return leaf
+        return dataclasses.replace(leaf, multiplier=Multiplier(body, mesh))
+
+    return jax.tree.map(of, params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
 
 
 def rounded_rows(x: np.ndarray, activations: str) -> np.ndarray:

@@ -15,6 +15,8 @@ from jaxinfer.config import MoeConfig
 from jaxinfer.experts import choose_experts, run_experts
 from jaxinfer.models.moe import moe, moe_specs
 from jaxinfer.params import init_params
+from jaxinfer.quantization.quantise import quantise_params
+from jaxinfer.quantization.weight import specs_of
 from jaxinfer.sharding import make_mesh, param_shardings
 from jaxinfer.step_model import StepModel
 from pallas_kernels.dispatch import Device
@@ -26,13 +28,17 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-@pytest.mark.parametrize("ways", [1, 2])
-def test_kernels_say_what_xla_says(name, ways):
+@pytest.mark.parametrize(
+    ("name", "ways", "kind"),
+    [*((name, ways, "none") for name in MIXTURES for ways in (1, 2)),
+     ("Mixtral", 2, "int4"), ("DeepSeek V3", 2, "fp8-block"), ("Mixtral", 2, "fp8")],
+)  # fmt: skip
+def test_kernels_say_what_xla_says(name, ways, kind):
     mixture = MIXTURES[name]
     config = dataclasses.replace(TINY, hidden_size=64, moe=mixture)
     specs = moe_specs(config, mixture)
-    params = init_params(specs, "float32")
+    params = quantise_params(init_params(specs, "float32"), specs, kind, "float32")
+    specs = specs_of(params, specs)
     for bias in ("experts_gate_up_bias", "experts_down_bias"):
         if bias in params:
             ramp = jnp.arange(params[bias].size, dtype=jnp.float32)
@@ -65,6 +71,16 @@ def test_the_body_follows_from_device_and_widths(device, moe_config, dtype, ways
     config = dataclasses.replace(TINY, hidden_size=2048, moe=moe_config)
     chosen = choose_experts(device, config, dtype, ways)
     assert chosen.implementation == body and why in chosen.why and bool(chosen.why) == bool(why)
+
+
+def test_the_body_follows_from_the_kind_of_weights_too():
+    config = dataclasses.replace(TINY, hidden_size=2048, moe=MoeConfig(128, 8, 768))
+    asked = (H200, config, "bfloat16", 8)
+    assert choose_experts(*asked, "int4").implementation == "triton"
+    old = (Device("gpu", "NVIDIA A100", (8, 0)), *asked[1:])
+    assert choose_experts(*old, "int4").implementation == "triton"
+    found = choose_experts(*old, "fp8")
+    assert found.implementation == "ragged" and "need a newer GPU" in found.why
 
 
 def test_models_without_experts_have_no_body():

@@ -15,13 +15,14 @@ import typer
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.gpu_check import cli
-from jaxinfer.gpu_check.cases import FEW_LAYERS, PROGRAMS, some_layers
+from jaxinfer.gpu_check.cases import FEW_LAYERS, PROGRAMS, Served, some_layers
 from jaxinfer.gpu_check.checks import Check, Result
 from jaxinfer.gpu_check.cli import run
 from jaxinfer.gpu_check.hlo import Array, Module
 from jaxinfer.gpu_check.target import TARGETS, environment
 from jaxinfer.known_models import known_model
 from jaxinfer.memory_plan import MemoryPlanError, plan_memory
+from jaxinfer.quantization.kinds import NONE
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,24 +35,30 @@ def require_compiler() -> None:
 
 LLAMA = "llama-3-8b"
 TELLING = ("forward 64+0", "forward 8+256")  # what is compiled here of other models
-COMPILED = [
-    (*served, name)
-    for served, names in PROGRAMS.items()
-    for name in names
-    if served[0] == LLAMA or name in TELLING
-]
+QUANTISED = [served for served in PROGRAMS if served.model == LLAMA and served.quantization != NONE]
+
+
+def compiled_here(served: Served) -> tuple[str, ...]:
+    if served in QUANTISED:
+        return TELLING[:1]
+    return PROGRAMS[served] if served.model == LLAMA else TELLING
+
+
+COMPILED = [(served, name) for served in PROGRAMS for name in compiled_here(served)]
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[tuple[str, int, str], dict]:
-    """What `scripts/gpu_check --json` prints, by model, GPUs and program."""
+def rows() -> dict[tuple[Served, str], dict]:
+    """What `scripts/gpu_check --json` prints, by what is served and program."""
     require_compiler()
-    others = dict.fromkeys(model for model, _ in PROGRAMS if model != LLAMA)
+    others = dict.fromkeys(served.model for served in PROGRAMS if served.model != LLAMA)
     found = {}
     for asked in (
-        ["--model", LLAMA],
+        ["--model", LLAMA, "--quantization", NONE],
         [*(f"--model={model}" for model in others), *(f"--program={name}" for name in TELLING)],
-    ):
+        [*(f"--quantization={served.quantization}" for served in QUANTISED), "--model", LLAMA,
+         "--program", TELLING[0]],
+    ):  # fmt: skip
         done = subprocess.run(
             [sys.executable, "scripts/gpu_check", "--json", *asked],
             cwd=ROOT,
@@ -61,20 +68,22 @@ def rows() -> dict[tuple[str, int, str], dict]:
         )
         rows = json.loads(done.stdout)["rows"]
         assert done.returncode == any(not row["passed"] for row in rows), done.stderr
-        found |= {(row["model"], row["gpus"], row["program"]): row for row in rows}
+        for row in rows:
+            served = Served(row["model"], row["gpus"], row["quantization"])
+            found[served, row["program"]] = row
     return found
 
 
 @pytest.mark.parametrize("compiled", COMPILED, ids=str)
 def test_the_engines_programs_pass(rows, compiled):
     row = rows[compiled]
-    assert not row["error"] and len(row["checks"]) == 8
+    assert not row["error"] and len(row["checks"]) == 9
     assert {check["name"] for check in row["checks"] if not check["passed"]} == set()
 
 
 def test_figures_are_of_the_real_plan(rows):
-    for name in PROGRAMS[LLAMA, 1][:4]:
-        one, eight = rows[LLAMA, 1, name]["figures"], rows[LLAMA, 8, name]["figures"]
+    for name in PROGRAMS[Served(LLAMA)][:4]:
+        one, eight = (rows[Served(LLAMA, ways), name]["figures"] for ways in (1, 8))
         # Weights and pool fill most of a GPU's memory, and eight GPUs share the weights.
         assert one["argument_bytes"] > 16 << 30 and 0 < one["room_bytes"] < 20 << 30
         assert one["alias_bytes"] > 12 << 30
@@ -90,12 +99,23 @@ def test_layers_of_each_kind_are_compiled():
     assert list(some_layers(known_model(LLAMA), FEW_LAYERS)) == [0, 1, 2, 3]
 
 
-def test_deepseek_v3_in_bfloat16_is_refused_on_eight_gpus():
-    """Until weights stay quantised: only some layers of it are compiled."""
+def test_quantised_weights_are_read_in_fewer_bytes(rows):
+    def weights(kind: str) -> float:
+        return rows[Served(LLAMA, 1, kind), TELLING[0]]["figures"]["weight_bytes"]
+
+    vocabulary = 2 * 128_256 * 4096  # of which int8 takes half as well
+    assert weights("int8") == weights("w8a8") == pytest.approx(weights(NONE) / 2, rel=1e-3)
+    plain = weights(NONE) - 2 * vocabulary
+    for kind, bits in (("fp8", 8), ("w8a8-fp8", 8), ("int4", 4 + 32 / 128)):
+        assert weights(kind) - 2 * vocabulary == pytest.approx(plain * bits / 16, rel=1e-3)
+
+
+def test_deepseek_v3_fits_on_eight_gpus_in_float8_only():
     model, engine = known_model("deepseek-v3"), EngineConfig(tensor_parallel_size=8)
     weights = 671_026_419_200 * 2 // 8
     with pytest.raises(MemoryPlanError, match=r"does not fit.*weights 156.24 GiB.* is 8"):
         plan_memory(model, engine, 8192, weights, 0, TARGETS["h200"])
+    assert plan_memory(model, engine, 8192, weights // 2, 0, TARGETS["h200"])[0].pool_bytes
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +181,7 @@ def test_a_failed_program_is_named_and_sets_the_exit_status(monkeypatch, capsys)
     with pytest.raises(typer.Exit) as left:
         cli.main(gpus=[1], program=["admit"])
     assert left.value.exit_code == 1
-    assert "llama-3-8b, admit on 1 GPU: device memory: 9 of 8" in " ".join(
+    assert "llama-3-8b on 1 GPU, admit: device memory: 9 of 8" in " ".join(
         capsys.readouterr().err.split()
     )
 
@@ -171,9 +191,9 @@ def test_a_failed_program_is_named_and_sets_the_exit_status(monkeypatch, capsys)
     [
         ({"target": "t4"}, "--target is one of h200"),
         ({"dry_run": True}, "--dry-run goes with --device"),
-        ({"gpus": [3]}, "no such program; known: llama-3-8b on 1: forward 64+0"),
-        ({"program": ["forward 3+3"]}, "no such program; known: llama-3-8b on 1: forward 64+0"),
-        ({"model": ["llama-9"]}, "no such program; known: llama-3-8b on 1: forward 64+0"),
+        ({"gpus": [3]}, "no such program; known: llama-3-8b on 1 GPU: forward 64+0"),
+        ({"program": ["forward 3+3"]}, "no such program; known: llama-3-8b on 1 GPU: forward 64+0"),
+        ({"model": ["llama-9"]}, "no such program; known: llama-3-8b on 1 GPU: forward 64+0"),
     ],
 )
 def test_what_is_not_there_is_refused(asked, said, capsys):

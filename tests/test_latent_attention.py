@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quantised_weights import with_body
 from tiny_engine import TINY
 
 from jaxinfer import latent_attention
@@ -15,6 +16,8 @@ from jaxinfer.config import MlaConfig
 from jaxinfer.kv_pool import kv_groups
 from jaxinfer.models import family_of
 from jaxinfer.params import init_params
+from jaxinfer.quantization.quantise import quantise_params
+from jaxinfer.quantization.weight import specs_of
 from jaxinfer.sharding import make_mesh, param_shardings, pool_sharding
 from jaxinfer.step import _layer
 from jaxinfer.step_model import Placement, StepModel
@@ -24,15 +27,20 @@ PAGE, PAGES, WIDTH = 16, 12, 4
 POSITIONS = np.array([0, 20, 5, 40], np.int32)  # of decode rows, the first of which is done
 PIECE, BEGIN = 5, 30  # tokens of a prompt, the first one's position
 NONE, PLAIN = MlaConfig(32, 16, 16, 16, None, False), MlaConfig(32, 16, 16, 16, 64, False)
-CASES = {  # the sizes; whether neighbours rotate; devices; whether a prompt's piece is there
+BLOCKS = MlaConfig(32, 16, 16, 32, 64, False)  # of 32 columns
+CASES = {  # the sizes; whether neighbours rotate; devices; whether a prompt's piece is
+    # there; the kind of weights
     "plain": (PLAIN, "neighbours", 1, True),
     "two devices": (PLAIN, "neighbours", 2, True),
     "no latent of queries, halves": (NONE, "halves", 1, False),
+    "blocks of float8": (BLOCKS, "neighbours", 1, True, "fp8-block"),
+    "int4, two devices": (BLOCKS, "neighbours", 2, False, "int4"),
+    "int8, biases": (dataclasses.replace(BLOCKS, bias=True), "neighbours", 1, False, "int8"),
     "biases, odd sizes": (MlaConfig(48, 24, 16, 20, 40, True), "neighbours", 1, False),
 }
 
 
-def setup(mla: MlaConfig, pairs: str, ways: int, piece: bool):
+def setup(mla: MlaConfig, pairs: str, ways: int, piece: bool, kind: str = "none"):
     """A model of one layer, its parameters, pages of what was before, and the step's arrays."""
     features = {"mla": mla, "rope_pairs": pairs, "rotary_dim": mla.rope_dim, "o_bias": mla.bias}
     head_dim = mla.kv_rank + mla.rope_dim
@@ -44,6 +52,8 @@ def setup(mla: MlaConfig, pairs: str, ways: int, piece: bool):
         lambda a: jnp.asarray(rng.normal(size=a.shape), jnp.float32) / max(1, a.shape[-1]) ** 0.5,
         init_params(specs, "float32"),
     )
+    params = quantise_params(params, specs, kind, "float32")
+    specs = specs_of(params, specs)
     groups = kv_groups(config, PAGES, PAGE, "float32")
     mesh = make_mesh(jax.devices(), ways) if ways > 1 else None
     pool = jnp.asarray(rng.normal(size=groups[0].layer_shape), jnp.float32)
@@ -70,7 +80,7 @@ def setup(mla: MlaConfig, pairs: str, ways: int, piece: bool):
 
 def run(model, params, x, context, pool, place, body):
     model = dataclasses.replace(model, attention=body)
-    kind = model.config.kind(0)
+    kind, params = model.config.kind(0), with_body(params, body, model.mesh)
     x, (pool,), _ = _layer(params, x, context, pool, place, model=model, kind=kind)
     return np.asarray(x), np.asarray(pool)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quantised_weights import with_body
 from test_determinism import requests, same
 from test_families import ORACLE_FAMILIES, family_folder, oracle
 from tiny_checkpoint import dense_logits, hf_folder
@@ -20,14 +21,17 @@ from jaxinfer.models.layers import embed, linear, linear_of_experts
 from jaxinfer.params import ParamSpec, named_leaves
 from jaxinfer.program_store import describe_arrays
 from jaxinfer.quantization.kinds import KINDS, choose
+from jaxinfer.quantization.multipliers import with_multipliers
 from jaxinfer.quantization.quantise import quantise, quantise_params
 from jaxinfer.quantization.weight import Quantised, quantised_specs
+from jaxinfer.sharding import make_mesh, param_shardings
+from pallas_kernels.dispatch import Device
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 EACH = pytest.mark.parametrize("kind", KINDS)
 # Of the largest value: roundings to 127 units, and to 127 * 254 where there are two terms.
 WEIGHTS = {
-    "int8": 4e-3, "w8a8": 4e-3, "w8a8-hl": 4e-3, "w16a16": 2e-5, "int4": 0.07, "mxfp4": 0.26,
+    "int8": 4e-3, "w8a8": 4e-3, "w8a8-hl": 4e-3, "w16a16": 2e-5, "int4": 0.072, "mxfp4": 0.26,
     "fp8": 0.065, "fp8-block": 0.065, "w8a8-fp8": 0.065,
 }  # fmt: skip
 PRODUCTS = dict.fromkeys(KINDS, 1e-5) | {
@@ -124,6 +128,40 @@ def test_rows_of_tables_and_products_of_experts(kind):
     np.testing.assert_allclose(found, wanted, atol=PRODUCTS[kind] * np.abs(wanted).max(), rtol=0)
 
 
+WIDE = ParamSpec((4, 3, 16, 256), ("kv_heads", None, None, "embed"), inputs=1)
+LONG = ParamSpec((48, 4, 64), ("embed", "kv_heads", None), inputs=2)
+
+
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if "cuda" in kind.platforms])
+@pytest.mark.parametrize("ways", [1, 2])
+@pytest.mark.parametrize("spec", [WIDE, LONG], ids=["outputs divided", "inputs divided"])
+def test_kernels_multiply_on_each_device_what_xla_does(kind, ways, spec):
+    mesh = make_mesh(jax.devices(), ways) if ways > 1 else None
+    weight = jax.tree.map(jnp.asarray, quantise(random(*spec.shape), spec, kind, "float32"))
+    x = jnp.asarray(random(5, *spec.shape[-spec.inputs :], seed=1))
+    wanted = np.asarray(linear(x, weight), np.float64)
+    if mesh is not None:
+        weight = jax.device_put(weight, param_shardings(weight.specs(), mesh))
+    found = jax.jit(linear)(x, with_body(weight, "triton_interpreted", mesh))
+    # Where inputs are divided, each device rounds its own by their own largest.
+    bound = 2 * PRODUCTS[kind] if ways > 1 else 1e-5
+    np.testing.assert_allclose(found, wanted, atol=bound * np.abs(wanted).max(), rtol=0)
+
+
+def test_what_multiplies_follows_from_the_device():
+    weight = quantise(random(*WIDE.shape), WIDE, "fp8", "bfloat16")
+    table = quantise(random(300, 80), ParamSpec((300, 80), ("vocab", "embed"), inputs=1), "int8",
+                     "bfloat16")  # fmt: skip
+    for device, body, why in (
+        (Device("cuda", "NVIDIA H200", (9, 0)), "triton", "80 columns in groups of 80"),
+        (Device("cuda", "NVIDIA A100", (8, 0)), "reference", "float8_e4m3fn weights need a newer"),
+        (Device("cpu"), "reference", ""),
+    ):
+        params, said = with_multipliers({"qkv": weight, "embed": table}, device, None)
+        assert params["qkv"].multiplier.body == body and why in said and bool(why) == bool(said)
+        assert params["embed"].multiplier.body == "reference"
+
+
 def quantised(model, kind: str):
     specs = family_of(model.config.family).param_specs(model.config)
     return quantise_params(model.params, specs, kind, "float32")
@@ -210,10 +248,12 @@ def test_what_is_chosen():
     assert choose(None, "w8a8", "cpu") == choose("auto", "w8a8", "cpu") == "w8a8"
     assert choose("auto", "none", "cpu") == "w8a8-hl" and choose("auto", "none", "cuda") == "none"
     assert choose("int8", "w8a8", "cpu") == "int8"
+    assert choose("w8a8", "none", "cuda") == "w8a8" and choose("fp8", "w8a8-fp8", "cuda") == "fp8"
     for asked, stored, platform, problem in (
         ("w16a16", "w8a8", "cpu", "stored as w8a8, which can be served as int8 or w8a8 or w8a8-hl"),
         ("none", "w16a16", "cpu", "take the original checkpoint"),
-        ("w8a8", "none", "cuda", "served on cpu only so far, not on cuda"),
+        ("w8a8-hl", "none", "cuda", "served on cpu only so far, not on cuda"),
+        ("int8", "none", "tpu", "served on cpu, cuda only so far, not on tpu"),
         ("awq", "none", "cpu", "quantization is 'awq'; choose none, auto, int8"),
     ):
         with pytest.raises(ValueError, match=problem):

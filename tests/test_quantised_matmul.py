@@ -15,6 +15,7 @@ from pallas_kernels.quantised_matmul import (
     QuantisedWeight,
     choose_body,
     dequantise,
+    matmul_in_parts,
     mosaic,
     triton,
 )
@@ -110,9 +111,21 @@ def test_many_columns_are_split_and_summed_in_order(kind, monkeypatch):
     close(found, x, dense, kind.activations)
 
 
+@pytest.mark.parametrize("name", ["int4 with zeros, in order", "w8a8 of pairs"])
+def test_parts_add_up_to_the_product(name, monkeypatch):
+    monkeypatch.setattr(triton, "num_splits", lambda programs, turns: 3)
+    weight, dense = random_weight(KINDS[name], 64, 512)
+    x = rows(5, 512)
+    parts = matmul_in_parts(jnp.asarray(x), weight, implementation="triton_interpreted")
+    assert parts.shape == (3, 5, 64) and parts.dtype == jnp.float32
+    close(parts.sum(axis=0), x, dense, KINDS[name].activations)
+    (whole,) = matmul_in_parts(jnp.asarray(x), weight, implementation="reference")
+    close(whole, x, dense, KINDS[name].activations)
+
+
 def test_splits_follow_from_shapes_and_fill_a_device():
     assert triton.num_splits(448, 32) == 1
-    assert triton.num_splits(64, 32) == 4
+    assert triton.num_splits(64, 32) == 2 and triton.num_splits(64, 112) == 5
     assert triton.num_splits(8, 256) == triton.MOST_SPLITS
     assert triton.num_splits(8, 4) == 1, "few columns are not worth more"
 
@@ -225,3 +238,17 @@ def abstract(kind: Kind, outputs: int, columns: int) -> QuantisedWeight:
 def test_the_body_follows_from_device_and_features(device, kind, shape, x_dtype, body, why):
     chosen = choose_body(device, abstract(KINDS[kind], *shape), x_dtype)
     assert chosen.implementation == body and why in chosen.why and bool(chosen.why) == bool(why)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "float8", "w8a8 float8"])
+def test_numbers_of_weights_are_not_all_there_at_once(kind):
+    """Weights are arguments of a program: XLA would make numbers of all of them first."""
+    weights = [random_weight(KINDS[kind], 256, 256, seed=seed)[0] for seed in range(6)]
+
+    def layers(x, weights):
+        for weight in weights:
+            x = jnp.tanh(quantised_matmul(x, weight, implementation="reference"))
+        return x
+
+    program = jax.jit(layers).lower(jnp.zeros((4, 256)), weights).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 2 * 256 * 256 * 4

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,12 @@ from jaxinfer.known_models import known_model
 from jaxinfer.kv_pool import abstract_pools, kv_groups, pages_for
 from jaxinfer.memory_plan import plan_memory, widest_activation
 from jaxinfer.models import family_of
-from jaxinfer.params import Tree, abstract_params
+from jaxinfer.params import ParamSpec, Tree, abstract_params
 from jaxinfer.programs import Lowerable, program_set, step_shapes
+from jaxinfer.quantization.kinds import KINDS, NONE
+from jaxinfer.quantization.multipliers import own_part, terms_of, with_multipliers
+from jaxinfer.quantization.weight import Quantised, quantised_specs
+from jaxinfer.roofline.storage import Storage
 from jaxinfer.sharding import make_mesh, pool_sharding, replicated, sharding_of
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
 from jaxinfer.step_model import StepModel
@@ -38,26 +42,43 @@ OTHERS = (
     "sample draw 264",
     "sample filter 264",
     "sample full 264",
+    "forbid 264",
     "score 2048",
+    "put_masks",
     "admit",
     "load_history",
 )
-PROGRAMS = {  # by model and GPUs: what is compiled
-    ("llama-3-8b", 1): (*STEPS, *OTHERS),
-    ("llama-3-8b", 8): (*STEPS, "sample full 264", "score 2048"),
-    ("qwen3-32b", 8): STEPS,
-    ("gemma3-27b", 1): STEPS,
-    ("mixtral-8x7b", 1): STEPS,
-    ("deepseek-v3", 8): STEPS,
+
+
+class Served(NamedTuple):
+    """A model, the GPUs that share it, and the kind its weights are in."""
+
+    model: str
+    ways: int = 1
+    quantization: str = NONE
+
+    def __str__(self) -> str:
+        kind = "" if self.quantization == NONE else f" in {self.quantization}"
+        return f"{self.model}{kind} on {self.ways} GPU{'s' if self.ways > 1 else ''}"
+
+
+PROGRAMS = {  # what is compiled
+    Served("llama-3-8b"): (*STEPS, *OTHERS),
+    Served("llama-3-8b", 8): (*STEPS, "sample full 264", "score 2048"),
+    Served("qwen3-32b", 8): STEPS,
+    Served("gemma3-27b"): STEPS,
+    Served("mixtral-8x7b"): STEPS,
+    Served("deepseek-v3", 8, "fp8-block"): STEPS,
+    **{
+        Served("llama-3-8b", 1, kind): STEPS for kind in ("int8", "int4", "fp8", "w8a8", "w8a8-fp8")
+    },
 }
-# In bfloat16, to which it is converted as it is loaded, it does not fit on as many GPUs: the plan
-# is one of the few layers alone.
-IN_PART = {("deepseek-v3", 8)}
 SLACK = 64 << 20
 # Of a layer in a decode step, at most. Experts are chosen, and rows sorted by them; in a model with
 # latent attention they come in groups.
 LAUNCHES = {"dense": 14, "experts": 26, "latent experts": 34}
 SHARDED_LAUNCHES = 2  # more with tensor parallelism: its all-reduces
+ROUNDING_LAUNCHES = 4  # more where activations are rounded, before every product
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +92,9 @@ class Expectation:
         temp_limit: bytes of temporaries.
         launches: for a step that only decodes, of each layer how many there may be; () otherwise.
         layers: of what kind each layer is, by the names of `LAUNCHES`; () for what is no step.
+        weights: the parameters that a step takes, and weight_bytes what they take by their shapes;
+            matrices: rows and columns of those that are quantised and not as many rows as the
+            step's activations have; nothing that large may be made.
         collectives: how many of each kind, all outside loops.
         memory: bytes of the device; elsewhere: bytes of it that are taken but no argument of the
             program: the rest of the engine's state, layers that were left out included.
@@ -85,6 +109,9 @@ class Expectation:
     elsewhere: int
     layers: tuple[str, ...] = ()
     launches: tuple[int, ...] = ()
+    weights: Tree = ()
+    weight_bytes: int = 0
+    matrices: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +123,8 @@ class Plan:
     state: tuple[Any, ...]  # params, pools, slots, options, history
     programs: dict[str, Lowerable]
     resident: int  # bytes on one device of the state with all layers
+    specs: Tree  # of the parameters
+    quantization: str = NONE
 
     def expectation(self, program: Lowerable) -> Expectation:
         """What the program of that name must satisfy."""
@@ -104,18 +133,27 @@ class Plan:
         assert mesh is not None
         ways, whole = mesh.shape["model"], replicated(mesh)
         rows, activation, collectives = 0, 0, Counter[str]()
+        kind = KINDS.get(self.quantization)
         layers: tuple[str, ...] = ()
         launches: tuple[int, ...] = ()
+        counts: set[int] = set()  # rows of activations
+        owned = [
+            own_part(param, ways, ENGINE.dtype)
+            for param in jax.tree.leaves(self.specs, is_leaf=_is_weight)
+        ]
         updated: Tree
         taken: Tree
         match program.key:
             case StepShape() as shape:
-                rows = shape.sample_rows
+                rows, tokens = shape.sample_rows, shape.rows + shape.chunk
+                counts = {shape.chunk, tokens, tokens * (config.moe.top_k if config.moe else 1)}
                 widest = widest_activation(config, ways) * jnp.dtype(ENGINE.dtype).itemsize
-                activation = widest * (shape.rows + shape.chunk)
+                activation = widest * tokens
                 layers = _layer_kinds(config)
                 if not shape.chunk:
                     more = SHARDED_LAUNCHES if ways > 1 else 0
+                    if kind is not None and kind.activations != "as_given":
+                        more += ROUNDING_LAUNCHES
                     launches = tuple(LAUNCHES[layer] + more for layer in layers)
                 if ways > 1:  # attention and MLP of every layer, embedding; logits
                     collectives = Counter(
@@ -133,6 +171,12 @@ class Plan:
                 rows, updated, taken, outputs = SCORED_ROWS, (), params, (whole,)
                 if ways > 1:  # logits
                     collectives = Counter({"all-gather": 1})
+            case ("forbid", int() as rows):
+                updated, taken = slots, (slots, options)
+                outputs = (whole, (whole, whole), _shardings(slots))
+            case "put_masks":
+                updated = taken = options
+                outputs = _shardings(updated)
             case "admit":
                 updated = taken = (slots, options)
                 outputs = _shardings(updated)
@@ -149,24 +193,27 @@ class Plan:
             elsewhere=self.resident - device_bytes(taken),
             layers=layers,
             launches=launches,
+            weights=params if layers else (),
+            weight_bytes=sum(map(_stored_bytes, owned)) if layers else 0,
+            matrices=frozenset(m for part in owned for m in _matrix(part) if m[0] not in counts),
         )
 
 
-def make_plan(target: GpuTarget, name: str, ways: int, layers: int | None = None) -> Plan:
-    """Plan memory for the whole model of that name, then keep `layers` of it (None: all), each as
-    large as in the whole; models of `IN_PART` are planned as if those were all.
+def make_plan(target: GpuTarget, served: Served, layers: int | None = None) -> Plan:
+    """Plan memory for the whole model, then keep `layers` of it (None: all), each as large as in
+    the whole.
 
     Raises MemoryPlanError when the model does not fit, ShardingError when it does not divide.
     """
+    name, ways, quantization = served
     mesh = make_mesh(devices(target, ways), ways)
-    engine = dataclasses.replace(ENGINE, tensor_parallel_size=ways)
+    engine = dataclasses.replace(ENGINE, tensor_parallel_size=ways, quantization=quantization)
+    device = Device("cuda", target.name, target.compute_capability)
     whole, config = replicated(mesh), known_model(name)
     kept = some_layers(config, config.num_layers if layers is None else layers)
     model = dataclasses.replace(
         config, num_layers=len(kept), kinds=tuple(config.kind(i) for i in kept)
     )
-    if (name, ways) in IN_PART:
-        config, kept = model, range(len(kept))
 
     def on_all(make: Any, *sizes: Any) -> Any:
         return jax.tree.map(
@@ -174,9 +221,15 @@ def make_plan(target: GpuTarget, name: str, ways: int, layers: int | None = None
             jax.eval_shape(lambda: make(*sizes)),
         )
 
-    def params_of(model: ModelConfig) -> Tree:
-        specs = family_of(model.family).param_specs(model)
-        return abstract_params(specs, engine.dtype, lambda spec: sharding_of(spec, mesh))
+    def specs_of(model: ModelConfig) -> Tree:
+        plain = family_of(model.family).param_specs(model)
+        return quantised_specs(plain, quantization, engine.dtype)
+
+    def params_of(specs: Tree) -> Tree:
+        params = abstract_params(specs, engine.dtype, lambda spec: sharding_of(spec, mesh))
+        chosen, why = with_multipliers(params, device, mesh)
+        assert not why, why
+        return chosen
 
     length, page_size, dtype = engine.max_model_len, engine.page_size, engine.dtype
     assert length is not None
@@ -185,7 +238,7 @@ def make_plan(target: GpuTarget, name: str, ways: int, layers: int | None = None
     options = on_all(empty_options, engine.max_num_seqs, config.vocab_size)
     history = on_all(empty_history, engine.max_num_seqs, config.vocab_size)
     others = (slots, options, history)
-    weights = device_bytes(params_of(config))
+    weights = device_bytes(params_of(specs_of(config)))
     memory, groups = plan_memory(
         config,
         engine,
@@ -193,6 +246,7 @@ def make_plan(target: GpuTarget, name: str, ways: int, layers: int | None = None
         weights,
         device_bytes(others),
         target,  # type: ignore[arg-type]
+        by_kernels=True,
     )
     groups = tuple(
         dataclasses.replace(g, layers=tuple(i for i, own in enumerate(kept) if own in g.layers))
@@ -200,17 +254,16 @@ def make_plan(target: GpuTarget, name: str, ways: int, layers: int | None = None
     )
     pools = abstract_pools(groups, pool_sharding(groups[0].layer_shape, mesh, groups[0].axes))
     kind, dims = groups[0].dtype, groups[0].dims
-    device = Device("cuda", target.name, target.compute_capability)
     attention = choose_body(*device, *dims, kind).implementation
     sampling = choose_sampling(device).implementation
-    experts = choose_experts(device, model, engine.dtype, ways)
+    experts = choose_experts(device, model, engine.dtype, ways, quantization)
     grouped = None if experts is None else experts.implementation
     step = StepModel(model, groups, attention, mesh, experts=grouped, sampling=sampling)
-    state = (params_of(model), pools, *others)
+    state = (params_of(specs_of(model)), pools, *others)
     shapes = step_shapes(engine.max_num_seqs, engine.max_num_batched_tokens, page_size, num_groups)
     programs = {p.name: p for p in program_set(step, shapes, state)}
     resident = weights + memory.pool_bytes + device_bytes(others)
-    return Plan(target, step, state, programs, resident)
+    return Plan(target, step, state, programs, resident, specs_of(model), quantization)
 
 
 def some_layers(config: ModelConfig, count: int) -> range:
@@ -230,6 +283,28 @@ def device_bytes(tree: Tree) -> int:
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
     )
+
+
+def _is_weight(x: Any) -> bool:
+    return isinstance(x, Quantised | ParamSpec)
+
+
+def _stored_bytes(part: Any) -> int:
+    """Bytes of a device's part of a parameter, by its shape and the bits of an entry."""
+    if not isinstance(part, Quantised):
+        return math.prod(part.shape) * part.dtype.itemsize
+    rows, group = part.block
+    *lead, outputs, columns = terms_of(part)[0].shape
+    kept = Storage(part.bits, group or None, rows).weight_bytes(outputs, columns)
+    return kept * math.prod(lead)
+
+
+def _matrix(part: Any) -> list[tuple[int, int]]:
+    """Rows and columns of a quantised weight, those of all experts together."""
+    if not isinstance(part, Quantised):
+        return []
+    *rows, columns = terms_of(part)[0].shape
+    return [(math.prod(rows), columns)]
 
 
 def _shardings(tree: Tree) -> Tree:

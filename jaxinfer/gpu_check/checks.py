@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 import os
 import re
 from collections import Counter
@@ -16,6 +19,7 @@ from jaxinfer.gpu_check.hlo import COLLECTIVES, SILENT, Module, Scheduled
 from jaxinfer.programs import COMPILER_OPTIONS, Lowerable
 
 LAYER_SCOPE = re.compile(r"/layer(\d+)/")  # how the step names the layers of its operations
+NUMBERS = ("bf16", "f16", "f32")  # what a weight is multiplied as where kernels do not
 AROUND_LAYERS = 24  # launches of a decode step that belong to no layer, at most
 
 
@@ -31,7 +35,8 @@ class Check:
 @dataclass(frozen=True, slots=True)
 class Figures:
     """The compiler's own figures. Bytes are of one device; launches are of one step, those of
-    layers the most that a layer of that kind has."""
+    layers the most that a layer of that kind has. `weight_bytes` are those of the parameters that
+    a step takes."""
 
     argument_bytes: int
     output_bytes: int
@@ -39,6 +44,7 @@ class Figures:
     temp_bytes: int
     temp_limit: int
     room_bytes: int
+    weight_bytes: int
     launches: int
     layer_launches: dict[str, int]
     collectives: dict[str, int]
@@ -109,6 +115,7 @@ def assess(lowered: Any, compiled: Any, expect: Expectation) -> tuple[Figures, l
         temp_bytes=memory.temp_size_in_bytes,
         temp_limit=expect.temp_limit,
         room_bytes=expect.memory - needed,
+        weight_bytes=device_bytes(expect.weights),
         launches=sum(s.times for s in launches),
         layer_launches={
             kind: max(by_layer[i] for i, own in enumerate(expect.layers) if own == kind)
@@ -119,6 +126,7 @@ def assess(lowered: Any, compiled: Any, expect: Expectation) -> tuple[Figures, l
     return figures, [
         _aliased(figures, expect),
         _no_copies(module, scheduled, expect),
+        _as_stored(figures, scheduled, expect),
         _at_most("temporaries", figures.temp_bytes, expect.temp_limit),
         _at_most("device memory", needed, expect.memory),
         _control_flow(scheduled),
@@ -149,6 +157,30 @@ def _no_copies(module: Module, scheduled: list[Scheduled], expect: Expectation) 
         and not module.updates_in_place(s.instruction, index)
     ]
     return Check("no copy of pool size", not made, "; ".join(made[:3]) or "none")
+
+
+def _as_stored(figures: Figures, scheduled: list[Scheduled], expect: Expectation) -> Check:
+    """Weights are read in as many bytes as their kind takes, and none is made numbers of."""
+    weights = figures.weight_bytes
+    made = [
+        f"{s.instruction}"
+        for s in scheduled
+        for result in s.instruction.results
+        if s.instruction.opcode not in {*SILENT, "custom-call"}  # kernels make no such thing
+        and result.dtype in NUMBERS
+        and _is_one_of(expect.matrices, result.dims)
+    ]
+    detail = f"{_mib(weights)} of weights, {_mib(expect.weight_bytes)} by their shapes"
+    right = weights == expect.weight_bytes and not made
+    return Check("weights as stored", right, "; ".join([detail, *made[:3]]))
+
+
+def _is_one_of(matrices: frozenset[tuple[int, int]], dims: tuple[int, ...]) -> bool:
+    """Whether an array has as many rows and columns as one of them, however they are divided."""
+    return any(
+        math.prod(dims) == outputs * columns and outputs in itertools.accumulate(dims, operator.mul)
+        for outputs, columns in matrices
+    )
 
 
 def _at_most(name: str, found: int, limit: int) -> Check:

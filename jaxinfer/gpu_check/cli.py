@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxinfer.gpu_check import kernel_report, step_report
-from jaxinfer.gpu_check.cases import FEW_LAYERS, IN_PART, PROGRAMS
+from jaxinfer.gpu_check.cases import FEW_LAYERS, PROGRAMS, Served
 from jaxinfer.gpu_check.checks import Result
 from jaxinfer.gpu_check.on_device.command import run_on_device
 from jaxinfer.gpu_check.target import TARGETS, environment
@@ -34,15 +34,15 @@ class Job:
     """One program to compile in a process of its own."""
 
     target: str
-    model: str
-    ways: int
+    served: Served
     layers: int
     program: str
 
     def command(self) -> list[str]:
         return [
             *(sys.executable, "-m", "jaxinfer.gpu_check", "--target", self.target),
-            *("--model", self.model, "--ways", str(self.ways)),
+            *("--model", self.served.model, "--ways", str(self.served.ways)),
+            *("--quantization", self.served.quantization),
             *("--layers", str(self.layers), "--program", self.program),
         ]
 
@@ -75,6 +75,9 @@ def main(
         list[str] | None, typer.Option(help="Some of the models, e.g. llama-3-8b.")
     ] = None,
     gpus: Annotated[list[int] | None, typer.Option(help="1, 8; default both.")] = None,
+    quantization: Annotated[
+        list[str] | None, typer.Option(metavar="KIND", help="Of weights; default all there are.")
+    ] = None,
     program: Annotated[
         list[str] | None, typer.Option(help="Only these, e.g. 'forward 64+0'.")
     ] = None,
@@ -124,14 +127,16 @@ def main(
     if device:
         raise typer.Exit(run_on_device(errors, out, minutes, only or (), as_json, target))
     todo = [
-        Job(target, name, ways, _layers(name, ways, full), step)
-        for (name, ways), steps in PROGRAMS.items()
+        Job(target, served, known_model(served.model).num_layers if full else FEW_LAYERS, step)
+        for served, steps in PROGRAMS.items()
         for step in steps
-        if not ((model and name not in model) or (gpus and ways not in gpus))
-        if not program or step in program
+        if all(
+            not asked or given in asked
+            for asked, given in zip((model, gpus, quantization, program), (*served, step))
+        )
     ]
     if not todo:
-        known = (f"{name} on {ways}: {', '.join(PROGRAMS[name, ways])}" for name, ways in PROGRAMS)
+        known = (f"{served}: {', '.join(steps)}" for served, steps in PROGRAMS.items())
         errors.print(f"no such program; known: {'; '.join(known)}", markup=False)
         raise typer.Exit(2)
     with ThreadPoolExecutor(jobs) as pool, errors.status("compiling") as status:
@@ -144,11 +149,11 @@ def main(
     else:
         _print(TARGETS[target].name, results)
     if record:
-        rows = [(job.model, job.ways, job.layers, result) for job, result in results]
+        rows = [(job.served, job.layers, result) for job, result in results]
         kernel_report.write(step_report.table(TARGETS[target].name, rows), DOCS / "gpu.md")
     failed = [(job, result) for job, result in results if not result.passed]
     for job, result in failed:
-        where = f"{job.model}, {job.program} on {job.ways} GPU: "
+        where = f"{job.served}, {job.program}: "
         if result.error:
             errors.print(f"failed: {where}{result.error}", markup=False, soft_wrap=True)
         for check in result.checks:
@@ -176,23 +181,20 @@ def _check_kernels(errors: Console, jobs: int, record: bool, as_json: bool) -> i
     return 1 if wrong else 0
 
 
-def _layers(model: str, ways: int, full: bool) -> int:
-    """How many layers of a model are compiled."""
-    return known_model(model).num_layers if full and (model, ways) not in IN_PART else FEW_LAYERS
-
-
 def _row(job: Job, result: Result) -> dict:
-    return {"model": job.model, "gpus": job.ways, "layers": job.layers} | result.to_json()
+    model, gpus, kind = job.served
+    where = {"model": model, "gpus": gpus, "quantization": kind, "layers": job.layers}
+    return where | result.to_json()
 
 
 def _print(target: str, results: list[tuple[Job, Result]]) -> None:
-    table = Table(title=f"In bfloat16, compiled for {target}; nothing was executed")
+    table = Table(title=f"Compiled for {target}; nothing was executed")
     for heading in step_report.HEADINGS:
         table.add_column(heading, justify="right" if "\n" in heading else "left")
     for heading in ("CPU s", "result"):
         table.add_column(heading)
     for job, result in results:
-        row = step_report.cells(job.model, job.ways, job.layers, result)
+        row = step_report.cells(job.served, job.layers, result)
         table.add_row(
             *row, f"{result.seconds:.0f}", "[green]ok[/]" if result.passed else "[red]FAILED[/]"
         )

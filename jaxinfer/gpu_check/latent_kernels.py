@@ -88,7 +88,7 @@ def _write(case: Latents, mesh: Mesh) -> Any:
     sizes = (case.q_rank, case.kv_rank)
     norms = tuple(abstract(mesh, jnp.bfloat16, size) if size else None for size in sizes)
     pool = abstract(mesh, jnp.bfloat16, PAGES, 1, PAGE_SIZE, key)
-    arrays = (projected, norms, _angles(case, mesh), pool, ints, ints)
+    arrays = ((projected,), norms, _angles(case, mesh), pool, ints, ints)
     how: dict[str, Any] = {"pairs": "neighbours", "eps": 1e-6, "dtype": jnp.bfloat16}
     return triton_write.program.lower(*arrays, **how)
 

@@ -46,11 +46,13 @@ W8A8_BLOCKS = Stored(
 FLOAT8_PRODUCT = "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3"
 
 LLAMA, V3 = "Llama 3 8B, gate and up", "DeepSeek V3 over 8 GPUs, o"
+LLAMA_DOWN = "Llama 3 8B, down"  # whose columns several programs share
 MIXTRAL, QWEN = "Mixtral 8x7B, gate and up", "Qwen3 30B A3B, gate and up"
 V3_UP, V3_DOWN = "DeepSeek V3 over 8 GPUs, gate and up", "DeepSeek V3 over 8 GPUs, down"
 # Columns and outputs, after the number of experts if there are any.
 SHAPES: dict[str, tuple[int, ...]] = {
     LLAMA: (4096, 28672),
+    LLAMA_DOWN: (14336, 4096),
     V3: (2048, 7168),
     MIXTRAL: (8, 4096, 28672),
     QWEN: (128, 2048, 1536),
@@ -67,6 +69,11 @@ MATMUL: tuple[tuple[str, Stored, tuple[int, ...]], ...] = (
     (LLAMA, FLOAT8, (64,)),
     (LLAMA, W8A8, (16, 512)),
     (LLAMA, W8A8_FLOAT8, (512,)),
+    (LLAMA_DOWN, INT8, (64,)),
+    (LLAMA_DOWN, INT4, (64,)),
+    (LLAMA_DOWN, FLOAT8, (16,)),
+    (LLAMA_DOWN, W8A8, (64,)),
+    (LLAMA_DOWN, W8A8_FLOAT8, (16, 64)),
     (V3, FLOAT8_BLOCKS, (32, 512)),
     (V3, W8A8_BLOCKS, (512,)),
     (MIXTRAL, PLAIN, (128, 1024)),

@@ -14,13 +14,14 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.params import Init, ParamSpec, Tree, is_spec, map_named_specs
+from jaxinfer.params import Init, ParamSpec, Tree, is_spec, map_named_specs, named_leaves
 from jaxinfer.quantization.kinds import KINDS, NONE, Activations, Kind, Layout
 from jaxinfer.sharding import on_each_device, partition_spec
 from pallas_kernels.quantised_matmul import (
     Implementation,
     QuantisedWeight,
     dequantise,
+    matmul_in_parts,
     quantised_matmul,
 )
 from pallas_kernels.quantised_matmul.activations import PAIR
@@ -85,6 +86,16 @@ class Quantised:
         return (*axes, last * (8 // self.layout.bits))
 
     @property
+    def bits(self) -> int:
+        """Of a value."""
+        return self.layout.bits
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of the flat matrix that share a scale."""
+        return self.layout.rows, self.layout.group or math.prod(self.shape[-self.inputs :])
+
+    @property
     def terms(self) -> list[QuantisedWeight]:
         """Matrices [N, K], or [E, N, K], that add up to it."""
         parts = [(self.values, self.scales)]
@@ -94,14 +105,13 @@ class Quantised:
 
     def _matrix(self, values: Any, scales: Any) -> QuantisedWeight:
         lead = self.shape[:1] if self.experts else ()
-        columns = math.prod(self.shape[-self.inputs :])
         return QuantisedWeight(
             values.reshape(*lead, -1, math.prod(values.shape[-self.inputs :])),
             scales,
             self.zeros,
             self.order,
-            bits=self.layout.bits,
-            block=(self.layout.rows, self.layout.group or columns),
+            bits=self.bits,
+            block=self.block,
             activations=self.activations,
             codes="e2m1" if self.layout.values == "float4_e2m1fn" else "integers",
         )
@@ -148,25 +158,37 @@ class Heard:
 def multiply(x: Float[Array, "T K"], weight: Quantised, out_dtype: Any) -> Float[Array, "T N"]:
     """x times the transposed matrix that the weight stands for, over its flat outputs."""
     body, mesh = weight.multiplier.body, weight.multiplier.mesh
-
-    def own(x: Array, weight: Quantised) -> Array:
-        products = [
-            quantised_matmul(x, term, implementation=body, out_dtype=jnp.float32)
-            for term in weight.terms
-        ]
-        return sum(products[1:], start=products[0]).astype(out_dtype)
-
     if body == "reference" or mesh is None:
-        return own(x, weight)
+        return multiply_own(x, weight, out_dtype)
     # Kernels are opaque to the compiler's partitioner.
+    if weight.order is not None:  # which is of all devices' columns
+        x, weight = x[:, weight.order], dataclasses.replace(weight, order=None)
     outputs, inputs = partition_spec((weight.axes[0], weight.axes[-weight.inputs]))
 
     def part(x: Array, weight: Quantised) -> Array:
-        product = own(x, weight)
+        product = multiply_own(x, weight, out_dtype)
         return product if inputs is None else lax.psum(product, inputs)
 
     specs = (PartitionSpec(None, inputs), weight.placed())
     return on_each_device(part, mesh, specs, PartitionSpec(None, outputs))(x, weight)
+
+
+def multiply_own(x: Float[Array, "T K"], weight: Quantised, out_dtype: Any) -> Float[Array, "T N"]:
+    """`multiply` on one device, for its part of the weight."""
+    terms, body = weight.terms, weight.multiplier.body
+    if len(terms) == 1:
+        return quantised_matmul(x, terms[0], implementation=body, out_dtype=out_dtype)
+    products = [
+        quantised_matmul(x, term, implementation=body, out_dtype=jnp.float32) for term in terms
+    ]
+    return sum(products[1:], start=products[0]).astype(out_dtype)
+
+
+def multiply_in_parts(x: Float[Array, "T K"], weight: Quantised) -> Float[Array, "P T N"]:
+    """`multiply_own` as float32 parts that add up, for a kernel that adds them."""
+    if len(weight.terms) > 1:
+        return multiply_own(x, weight, jnp.float32)[None]
+    return matmul_in_parts(x, weight.terms[0], implementation=weight.multiplier.body)
 
 
 def rows_of(table: Quantised, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
@@ -221,12 +243,9 @@ def own_layout(spec: ParamSpec, kind: Kind) -> Layout | None:
     Groups of columns do not reach over what devices may have to divide, nor blocks of rows over
     those that others come between.
     """
-    vocabulary = spec.axes[0] == "vocab"
-    if not spec.inputs or (vocabulary and not kind.vocabulary):
+    if not spec.inputs or (spec.axes[0] == "vocab" and not kind.vocabulary):
         return None
     layout, columns = kind.layout, spec.shape[-1]
-    if vocabulary and layout.bits == 4:
-        return Layout()
     outputs = spec.shape[1 if spec.axes[0] == "experts" else 0 : -spec.inputs]
     if len(outputs) > 1:
         layout = dataclasses.replace(layout, rows=math.gcd(layout.rows, outputs[-1]))
@@ -235,6 +254,13 @@ def own_layout(spec: ParamSpec, kind: Kind) -> Layout | None:
         units = [columns // MOST_SHARDS, columns]
     by_row = Layout() if layout.bits == 4 else dataclasses.replace(layout, group=0, rows=1)
     return next((fit for unit in units if (fit := layout.fitted(unit))), by_row)
+
+
+def own_layouts(specs: Tree, quantization: str) -> Layouts:
+    """What a kind makes of each parameter, by its name."""
+    kind = KINDS[quantization]
+    found = ((path, own_layout(spec, kind)) for path, spec in named_leaves(specs))
+    return {path: layout for path, layout in found if layout is not None}
 
 
 def activations_for(layout: Layout, kind: Kind) -> Activations:
@@ -251,9 +277,10 @@ def quantised_specs(
     if quantization == NONE:
         return specs
     kind = KINDS[quantization]
+    given = own_layouts(specs, quantization) if layouts is None else layouts
 
     def of(path: str, spec: ParamSpec) -> ParamSpec | Quantised:
-        layout = own_layout(spec, kind) if layouts is None else layouts.get(path)
+        layout = given.get(path)
         if layout is None:
             return spec
         return quantised_spec(spec, layout, activations_for(layout, kind), dtype)

@@ -38,7 +38,7 @@ def grouped_matmul(
     experts, outputs, columns = weights.shape
     taken = rounded(x, activations, interpret=interpret)
     count, dtype = taken.values.shape[0], x.dtype if taken.terms == 1 else jnp.float32
-    rows, width, warps, stages = block_sizes(count // experts)
+    rows, width, warps, stages = block_sizes(count // experts, taken.values.dtype)
     o = options(bits, columns, block, rows, width)
     tiles = tile_table(group_sizes * taken.terms, count, rows, interpret=interpret)
     scales = () if taken.scales is None else (taken.scales,)

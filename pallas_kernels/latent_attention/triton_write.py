@@ -22,7 +22,7 @@ WARPS = 4
 
 
 def norm_and_write(
-    projected: Float[Array, "P T width"],
+    projected: tuple[Float[Array, "P T width"], ...],
     norms: tuple[Float[Array, " q_rank"] | None, Float[Array, " kv_rank"]],
     rotary: tuple[Float[Array, "T half"], Float[Array, "T half"]],
     pool: Float[Array, "pages 1 ps hd"],
@@ -37,17 +37,18 @@ def norm_and_write(
     """The latents of queries after their norm, and the pool with the step's keys.
 
     `projected` are parts whose sum, rounded to `dtype`, is a token's latent of queries if there is
-    a norm for it, then that of keys and values, then the key that rotates. A key is the latter two
-    after norm and rotation. As `write_latent` has it, its value stays finite, and the rest of it is
-    NaN if that was not. The pool is updated in place where it is donated.
+    a norm for it, then that of keys and values, then the key that rotates: all in one array, or
+    the first in one and the others in a second. A key is the latter two after norm and rotation.
+    As `write_latent` has it, its value stays finite, and the rest of it is NaN if that was not. The
+    pool is updated in place where it is donated.
     """
-    tokens, width = projected.shape[1:]
-    q_rank = width - pool.shape[3]
+    tokens = projected[0].shape[1]
+    q_rank = sum(part.shape[2] for part in projected) - pool.shape[3]
     weights = [weight for weight in norms if weight is not None]
-    arrays = [projected, *rotary, pages, offsets, *weights]
+    arrays = [*projected, *rotary, pages, offsets, *weights]
     low = [jax.ShapeDtypeStruct((tokens, q_rank), dtype)] if q_rank else []
     *found, pool = pl.pallas_call(
-        functools.partial(_kernel, pairs, eps, jnp.dtype(dtype)),
+        functools.partial(_kernel, len(projected), pairs, eps, jnp.dtype(dtype)),
         grid=(tokens,),
         out_shape=[*low, jax.ShapeDtypeStruct(pool.shape, pool.dtype)],
         input_output_aliases={len(arrays): len(low)},
@@ -58,15 +59,18 @@ def norm_and_write(
     return (found[0] if found else None), pool
 
 
-def _kernel(pairs: Pairs, eps: float, dtype: Any, *refs: Any) -> None:
-    projected, cos, sin, pages, offsets = refs[:5]
-    *q_norm, kv_norm = refs[5 : 5 + (len(refs) - 6) // 2]
-    *low, pool = refs[6 + len(q_norm) + 1 :]
+def _kernel(count: int, pairs: Pairs, eps: float, dtype: Any, *refs: Any) -> None:
+    projected, (cos, sin, pages, offsets, *rest) = refs[:count], refs[count:]
+    norms = (len(rest) - 1) // 2  # each has a result; the pool is there twice
+    (*q_norm, kv_norm), (*low, pool) = rest[:norms], rest[norms + 1 :]
     token, rank = pl.program_id(0), kv_norm.shape[0]
-    q_rank = projected.shape[2] - pool.shape[3]
+    q_rank = sum(part.shape[2] for part in projected) - pool.shape[3]
 
     def load(first: int, dims: Any, mask: Any) -> Any:
-        return added(projected, lambda i: projected.at[i, token, first + dims], mask, dtype)
+        parts = projected[0]
+        if count == 2 and first >= q_rank:
+            parts, first = projected[1], first - q_rank
+        return added(parts, lambda i: parts.at[i, token, first + dims], mask, dtype)
 
     def normed(first: int, weight: Any) -> tuple[Any, Any, Any]:
         size = weight.shape[0]

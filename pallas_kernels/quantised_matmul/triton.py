@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Num
 
+from pallas_kernels.quantised_matmul.activations import Rounded
 from pallas_kernels.quantised_matmul.triton_product import (
     Options,
     Refs,
@@ -27,7 +28,7 @@ from pallas_kernels.quantised_matmul.weight import QuantisedWeight
 DECODE_ROWS = 64  # up to so many, columns are split over several programs
 MOST_SPLITS = 8
 WANTED_PROGRAMS = 264  # two for each multiprocessor of a large GPU
-SPLIT_TURNS = 8  # turns of the loop that are worth a program of their own
+SPLIT_TURNS = 16  # turns of the loop that are worth a program of their own, and adding its sums
 
 
 def quantised_matmul(
@@ -40,18 +41,42 @@ def quantised_matmul(
 ) -> Float[Array, "M N"]:
     """See the package. Columns are divided over as many programs as shapes alone say, and their
     sums added in order, so a row's result does not depend on its neighbours."""
+    taken, out = _launch(x, weight, out_dtype, splits, interpret)
+    if out.shape[0] == taken.terms == 1:
+        return out[0]
+    return taken.total(out.sum(axis=0)).astype(out_dtype)
+
+
+def matmul_in_parts(
+    x: Float[Array, "M K"],
+    weight: QuantisedWeight | Num[Array, "N K"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "P M N"]:
+    """See the package."""
+    taken, out = _launch(x, weight, jnp.float32, None, interpret)
+    return out.reshape(-1, x.shape[0], taken.terms, out.shape[2]).sum(axis=2)
+
+
+def _launch(
+    x: Float[Array, "M K"],
+    weight: QuantisedWeight | Num[Array, "N K"],
+    out_dtype: Any,
+    splits: int | None,
+    interpret: bool,
+) -> tuple[Rounded, Float[Array, "P R N"]]:
+    """x as it was taken, and what the programs that share the columns found."""
     (bits, block, activations), arrays = stored(weight)
     outputs, columns = weight.shape
     decode, order = x.shape[0] <= DECODE_ROWS, getattr(weight, "order", None)
     taken = rounded(x, activations, order, interpret=interpret)
     count = taken.values.shape[0]
-    rows, width, warps, stages = block_sizes(count)
+    rows, width, warps, stages = block_sizes(count, taken.values.dtype)
     o = options(bits, columns, block, rows, width)
     grid = (pl.cdiv(count, rows), pl.cdiv(outputs, width))
     if splits is None:
         splits = num_splits(grid[1], columns // o.columns) if decode else 1
-    plain = splits == taken.terms == 1
-    dtype = out_dtype if plain else jnp.float32
+    dtype = out_dtype if splits == taken.terms == 1 else jnp.float32
     scales = () if taken.scales is None else (taken.scales,)
     out = pl.pallas_call(
         functools.partial(_kernel, o, splits, len(arrays)),
@@ -61,7 +86,7 @@ def quantised_matmul(
         interpret=interpret,
         name="quantised_matmul",
     )(taken.values, *(array[None] for array in arrays), *scales)
-    return out[0] if plain else taken.total(out.sum(axis=0)).astype(out_dtype)
+    return taken, out
 
 
 def num_splits(programs: int, turns: int) -> int:

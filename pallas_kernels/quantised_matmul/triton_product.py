@@ -75,9 +75,16 @@ def options(bits: int, columns: int, block: tuple[int, int], rows: int, outputs:
     return Options(bits, step, group if group < columns else 0, scale_rows, rows, outputs)
 
 
-def block_sizes(rows: int) -> tuple[int, int, int, int]:
-    """Rows and outputs of a block, warps and stages where so many rows share weights."""
-    return next(sizes for most, sizes in BLOCKS if rows <= most)
+def block_sizes(rows: int, dtype: Any) -> tuple[int, int, int, int]:
+    """Rows and outputs of a block, warps and stages where so many rows of that dtype share weights.
+
+    Where tensor cores get float8 as float16, both sides are in registers twice: more warps share a
+    block of 64 rows then, or they would spill.
+    """
+    height, outputs, warps, stages = next(sizes for most, sizes in BLOCKS if rows <= most)
+    if jnp.dtype(dtype).name == "float8_e4m3fn" and height == 64:
+        warps = 8
+    return height, outputs, warps, stages
 
 
 def stored(

@@ -100,7 +100,7 @@ def _write(inputs: Inputs, interpret: bool, tiling: Tiling | None) -> tuple[Arra
     rotary = inputs["cos"], inputs["sin"]
     arrays = (inputs[name] for name in ("pool", "pages", "offsets"))
     low, pool = norm_and_write(
-        *(inputs["projected"], inputs["norms"], rotary, *arrays),
+        *((inputs["projected"],), inputs["norms"], rotary, *arrays),
         pairs=PAIRS,
         eps=EPS,
         dtype=jnp.bfloat16,
