@@ -104,7 +104,7 @@ def matmul_cases() -> Iterator[KernelCase]:
                 entry="grouped_matmul" if experts else "quantised_matmul",
                 oldest=STORED[stored.values],
             )
-            if stored in (W8A8_FLOAT8, W8A8_BLOCKS):
+            if stored in (W8A8_FLOAT8, W8A8_BLOCKS) and rows > mosaic.FEW_ROWS:
                 yield KernelCase(
                     f"{kernel}, {stored.name}, Mosaic",
                     of,

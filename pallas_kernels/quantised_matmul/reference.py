@@ -37,8 +37,8 @@ def quantised_matmul(
     if taken.values.dtype == jnp.int8:
         product = _of_integers(taken.values, weight)
     else:
-        rows, weight = lax.optimization_barrier((taken.values, weight))
-        whole = dequantise(QuantisedWeight(weight.values, weight.scales, block=weight.block))
+        rows, stored = lax.optimization_barrier((taken.values, weight))
+        whole = dequantise(QuantisedWeight(stored.values, stored.scales, block=weight.block))
         product = _dot(rows.astype(jnp.float32), whole, jnp.float32)
     return taken.total(product * taken.scales[:, None]).astype(out_dtype)
 
