@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxinfer.prompt_logprobs import PromptLogprobs
+from jaxinfer.replies.reader import CallDelta
 from jaxinfer.request import FinishReason, Request, TokenLogprobs
 from jaxinfer.text import Delta, OutputBuilder, Timing
 
@@ -25,6 +26,8 @@ class Completion:
         cached_tokens: how many of those the prefix cache had.
         prompt_logprobs: of the prompt's tokens but for the first, if asked for.
         error: what failed when the finish reason is ERROR.
+        reasoning, tool_calls: what was taken out of the text, where tools were offered; a call has
+            an `id`, a `name` and `arguments`, JSON text as the model wrote it.
         more: the further samples where `SamplingParams.n` is above 1.
     """
 
@@ -38,6 +41,8 @@ class Completion:
     cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
     error: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[CallDelta, ...] = ()
     more: tuple[Completion, ...] = ()
 
     @property
@@ -72,6 +77,8 @@ class Job:
             whole.cached_tokens,
             whole.prompt_logprobs,
             whole.finish.error,
+            whole.reasoning,
+            tuple(whole.calls),
         )
 
 

@@ -50,6 +50,7 @@ from jaxinfer.request import (
     LateError,
     Request,
     SequenceEvent,
+    Submit,
     TokenLogprobs,
 )
 from jaxinfer.runner import StepResult, StepRunner
@@ -89,8 +90,7 @@ class Engine:
         masks: TokenMasks | None = None,
     ):
         self.masks = masks  # None where no request has rules
-        self._unread = Unread()
-        self._num_ruled = 0  # sequences with rules
+        self._unread, self._num_ruled = Unread(), 0  # sequences with rules
         self._clock = clock
         self.experts = experts  # tokens that went to each; None for a model without
         self.memory, self.compiles = memory, compiles  # None where nothing real runs
@@ -112,7 +112,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do, or is doing it. May be asked from any thread."""
-        return bool(self._in_flight or self._pending or self.scheduler.by_id or self._unread)
+        return bool(self._in_flight or self._pending or self.scheduler.has_work or self._unread)
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request of this id waits or runs. May be asked from any thread."""
@@ -120,10 +120,12 @@ class Engine:
 
     def execute(self, command: Command, now: float) -> None:
         """Take one command. Raises ValueError for a request id already in use."""
-        if isinstance(command, Abort):
-            self._abort(command, now)
-        else:
+        if isinstance(command, Submit):
             self._submit(command.request, now)
+        elif isinstance(command, Abort):
+            self._abort(command, now)
+        elif (sequence := self.scheduler.by_id.get(command.request_id)) is not None:
+            self.scheduler.hold(sequence, command.held, now)
         self._load = self._look()
 
     def _submit(self, request: Request, now: float) -> None:
@@ -330,10 +332,8 @@ class Engine:
         if not sequence.reported:
             sequence.reported = True
             first, cached = sequence.first_scheduled, sequence.cached_tokens
-        request_id = sequence.request.id
-        return SequenceEvent(
-            request_id, tokens, logprobs, finish, "", now, first, cached, of_prompt
-        )
+        id_, lost = sequence.request.id, sequence.preemptions
+        return SequenceEvent(id_, tokens, logprobs, finish, "", now, first, cached, of_prompt, lost)
 
     def _abort(self, command: Abort, now: float) -> None:
         if command.request_id in self._unread:
@@ -389,8 +389,11 @@ class Engine:
         return Load(
             slots=self.limits.max_num_seqs,
             running=len(scheduler.running) + len(scheduler.leaving),
-            waiting=len(scheduler.waiting) + len(self._unread),
+            waiting=len(scheduler.waiting) + len(self._unread) + len(scheduler.waiting.held),
             waiting_tokens=scheduler.waiting.tokens + self._unread.tokens,
+            deferred=len(self._unread) + len(scheduler.waiting.passed),
+            preempted=scheduler.waiting.preempted,
+            held=len(scheduler.waiting.held),
             pages=scheduler.pages.count(),
             page_size=scheduler.limits.page_size,
             counters=dataclasses.replace(counters, by_reason=dict(counters.by_reason)),

@@ -9,7 +9,7 @@ from jaxinfer.expert_load import ExpertLoad
 from jaxinfer.load import Load, SlotRow, StepRecord
 from jaxinfer.request import Command, Counters, FinishReason, SequenceEvent
 from jaxinfer.step_times import StepTimes
-from jaxinfer.stream import Sample
+from jaxinfer.stream import Sample, Stream
 
 OnEvents = Callable[[list[SequenceEvent]], None]
 OnStop = Callable[[str], None]
@@ -40,12 +40,21 @@ class EngineView(Protocol):
     def experts(self) -> ExpertLoad | None: ...  # None for a model without
 
 
-class Observer(Protocol):
+class Observer:
     """Who wants to know what becomes of requests; called on the event loop."""
 
-    def token(self, since_last: float) -> None: ...  # seconds after the token before
+    def submitted(self, stream: Stream) -> None:
+        """An ask was sent to the engine, all its samples; in the context of who asks."""
 
-    def ended(self, sample: Sample, reason: FinishReason, now: float) -> None: ...
+    def token(self, since_last: float) -> None:
+        """A sample had a token, so many seconds after the one before."""
+
+    def ended(self, sample: Sample, reason: FinishReason, now: float) -> None:
+        """A sample ended, whatever the reason, at `now` of the front's clock.
+
+        Of an ask that the queue did not take as a whole, those that it had taken end too, though
+        nobody was told that it was submitted.
+        """
 
 
 class EngineLink(Protocol):

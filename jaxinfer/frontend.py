@@ -7,7 +7,7 @@ The story of a request:
    to the event loop.
 3. There each event is decoded and searched for stop strings by the request's `OutputBuilder`. What
    is certain waits in the ask's `Stream`; when the reader is slow, it is joined to what waits
-   already. So a reader slows nobody else, and a stream never holds more than the ask's own output.
+   already, and when that is much, the engine sets the request aside until it was read.
 4. The reader leaves, at the end or earlier: leaving early ends its requests in the engine.
 
 Everything here runs on one event loop; only `_on_events` and `_on_stop` are called from another
@@ -34,6 +34,7 @@ from jaxinfer.request import (
     Counters,
     EngineStoppedError,
     FinishReason,
+    Hold,
     QueueFullError,
     Request,
     RequestError,
@@ -56,7 +57,7 @@ class Frontend:
 
     `connect` makes the engine's end, given the callbacks for events and for the engine's end;
     `stall_limit` is how many seconds without a step, while there is work, count as a stall;
-    `observer` is told of every token and of every end.
+    `observers` are told of every ask, every token and every end.
     """
 
     def __init__(
@@ -65,10 +66,10 @@ class Frontend:
         connect: Callable[[OnEvents, OnStop], EngineLink],
         stall_limit: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
-        observer: Observer | None = None,
+        observers: Sequence[Observer] = (),
     ):
         self.text = text
-        self._observer = observer
+        self._observers = tuple(observers)
         self.started_at = clock()
         self._engine = connect(self._on_events, self._on_stop)
         self._stall_limit = stall_limit
@@ -93,11 +94,11 @@ class Frontend:
         timeout: float | None = None,
         scheduling: Scheduling | None = None,
         add_special_tokens: bool = True,
-        replies: Replies | None = None,
+        conversation: Conversation | None = None,
     ) -> Stream:
         """Start the samples of a prompt, `n` of `params`, which must end within `timeout` seconds.
 
-        `replies` is how they are read, where the prompt is the token ids of a `Conversation`.
+        `conversation`: of which the prompt is the token ids, where it is not one itself.
         Raises RequestError, QueueFullError or EngineStoppedError; then nothing was started.
         """
         now = self._clock()
@@ -113,8 +114,12 @@ class Frontend:
             self._refused += 1
             raise
         if isinstance(prompt, Conversation):
-            replies = prompt.replies
-        return self._start(requests, replies)
+            conversation = prompt
+        stream = self._start(requests, None if conversation is None else conversation.replies)
+        stream.chat = conversation is not None
+        for observer in self._observers:
+            observer.submitted(stream)
+        return stream
 
     async def prepare(self, prompt: AnyPrompt, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt that is to be submitted: if it is none, that counts as refused.
@@ -160,7 +165,7 @@ class Frontend:
 
     def _start(self, requests: list[Request], replies: Replies | None) -> Stream:
         outputs = [self.text.output(each, index, replies) for index, each in enumerate(requests)]
-        stream = Stream(outputs, self._leave)
+        stream = Stream(outputs, self._leave, self._hold)
         if not self._streams:
             self._busy_since = self._clock()
         self._streams[stream.id] = stream
@@ -208,6 +213,11 @@ class Frontend:
         late = deadline is not None and self._clock() >= deadline
         for sample in self._unended(stream):
             self._abort(sample, FinishReason.DEADLINE if late else FinishReason.CANCELLED)
+
+    def _hold(self, sample: Sample) -> None:
+        if sample.request.id in self._samples:
+            with contextlib.suppress(EngineStoppedError):
+                self._engine.send(Hold(sample.request.id, sample.held))
 
     def _end(self, stream: Stream, reason: FinishReason) -> None:
         """End what has not ended yet for a reason from outside, whatever the engine is doing."""
@@ -271,16 +281,17 @@ class Frontend:
             sample.stream.take(delta)
 
     def _note_tokens(self, sample: Sample, tokens: int, now: float) -> None:
-        if not tokens or self._observer is None:
+        if not tokens:
             return
         if sample.last_token is not None:
-            self._observer.token(now - sample.last_token)
+            for observer in self._observers:
+                observer.token(now - sample.last_token)
         sample.generated += tokens
         sample.last_token = now
 
     def _note_end(self, sample: Sample, reason: FinishReason, now: float) -> None:
-        if self._observer is not None:
-            self._observer.ended(sample, reason, now)
+        for observer in self._observers:
+            observer.ended(sample, reason, now)
 
     # -- health ----------------------------------------------------------------------------------
 

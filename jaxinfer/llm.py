@@ -23,8 +23,11 @@ from jaxinfer.completion import Completion, Job, completion_of
 from jaxinfer.config import EngineConfig
 from jaxinfer.generation import GenerationDefaults, SamplingDefaults, TextOptions
 from jaxinfer.grammar_process import GrammarError
-from jaxinfer.llm_arguments import check_options, one_each, several_prompts
+from jaxinfer.llm_arguments import check_options, checked_chat, one_each, several_prompts
 from jaxinfer.presets import preset_values
+from jaxinfer.replies.formats import reply_format
+from jaxinfer.replies.reader import Replies
+from jaxinfer.replies.tool_use import AUTO, tool_use
 from jaxinfer.request import (
     Abort,
     Counters,
@@ -39,7 +42,7 @@ from jaxinfer.request import (
 )
 from jaxinfer.structure_check import refusal
 from jaxinfer.structured import StructuredOutput
-from jaxinfer.text import Chat, Delta, Params, Prompt, TextProcessor
+from jaxinfer.text import AnyPrompt, Chat, Delta, Params, Prompt, TextProcessor
 from jaxinfer.validation import EngineLimits
 
 if TYPE_CHECKING:
@@ -200,17 +203,38 @@ class LLM:
             one_each(several, scheduling, Scheduling(), "scheduling", Scheduling),
             add_special_tokens,
         )
-        jobs = iter(self._run([request for ask in asks for request in ask]))
-        return [completion_of([job for _, job in zip(ask, jobs)]) for ask in asks]
+        return self._completions(asks)
 
     def chat(
         self,
         messages: Chat | Sequence[Chat],
         params: Params | Sequence[Params] | None = None,
         scheduling: Scheduling | Sequence[Scheduling] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] = AUTO,
+        parallel_tool_calls: bool = True,
     ) -> list[Completion]:
-        """As `generate`, for one conversation or several."""
-        return self.generate(cast("Prompt | Sequence[Prompt]", messages), params, scheduling)
+        """As `generate`, for one conversation or several.
+
+        `tools`, `tool_choice` ("auto", "none", "required", or one named as {"function": {"name":
+        …}}) and messages with calls and results have the form of the OpenAI API. With tools, calls
+        and reasoning are taken out of the text, into `tool_calls` and `reasoning` of a completion.
+        """
+        several = several_prompts(cast("Prompt | Sequence[Prompt]", messages))
+        use = tool_use(tools or (), tool_choice, parallel_tool_calls)
+        if not tools:
+            return self.generate(several, params, scheduling)
+        form = reply_format(self.tokenizer)
+        replies = use.replies(form)
+        kinds = (SamplingParams, Mapping)
+        asks = self._requests(
+            [checked_chat(chat, use, replies) for chat in several],
+            [use.held(each, form) for each in one_each(several, params, _UNSET, "params", kinds)],
+            one_each(several, scheduling, Scheduling(), "scheduling", Scheduling),
+            True,
+        )
+        return self._completions(asks, replies)
 
     def stream(
         self,
@@ -245,7 +269,7 @@ class LLM:
 
     def _requests(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[AnyPrompt],
         params: Sequence[Params],
         scheduling: Sequence[Scheduling],
         special: bool,
@@ -281,14 +305,20 @@ class LLM:
             raise refusal(structure, error) from error
         self._text.structures.note(structure)
 
-    def _run(self, requests: list[Request]) -> list[Job]:
+    def _completions(
+        self, asks: list[list[Request]], replies: Replies | None = None
+    ) -> list[Completion]:
+        jobs = iter(self._run([request for ask in asks for request in ask], replies))
+        return [completion_of([job for _, job in zip(ask, jobs)]) for ask in asks]
+
+    def _run(self, requests: list[Request], replies: Replies | None = None) -> list[Job]:
         """Run requests to their ends, a bounded number of them in the engine at a time."""
         waiting, jobs = iter(requests), []
         window = 2 * self.engine.limits.max_num_seqs
         try:
             while True:
                 for request in itertools.islice(waiting, max(0, window - len(self._jobs))):
-                    jobs.append(self._submit(request))
+                    jobs.append(self._submit(request, replies=replies))
                 if len(jobs) == len(requests) and all(job.output.finished for job in jobs):
                     return jobs
                 self._step()
@@ -308,10 +338,10 @@ class LLM:
         finally:
             self._abandon(jobs)
 
-    def _submit(self, request: Request, index: int = 0) -> Job:
+    def _submit(self, request: Request, index: int = 0, replies: Replies | None = None) -> Job:
         now = time.monotonic()
         request = dataclasses.replace(request, arrival=now)
-        job = Job(request, self._text.output(request, index), Delta(index))
+        job = Job(request, self._text.output(request, index, replies), Delta(index))
         self.engine.execute(Submit(request), now)
         self._jobs[request.id] = job
         return job

@@ -80,6 +80,8 @@ class Load:
         slots / running / waiting: sequences that can run at once, that do, and that wait. More
             can run than there are slots while the last tokens of some are on their way.
         waiting_tokens: prompt tokens of the waiting ones.
+        deferred / preempted / held: of the waiting ones, those whose grammar is being read, those
+            that ran before, and those that were set aside because their readers are slow.
         pages: (free, cached, used) of all KV groups; page_size: tokens of one.
         counters: of the same moment.
         ttft / tpot: seconds to the first token from arrival, and between tokens after it.
@@ -92,5 +94,8 @@ class Load:
     pages: tuple[int, int, int]
     page_size: int
     counters: Counters
+    deferred: int = 0
+    preempted: int = 0
+    held: int = 0
     ttft: Percentiles = Percentiles()
     tpot: Percentiles = Percentiles()

@@ -174,7 +174,7 @@ class SequenceEvent(NamedTuple):
     A stop id that ends the request is the last of `tokens`. `time` is the engine clock when the
     step was read; `first_scheduled` is set on the first event (queueing ends there), and so is
     `cached_tokens`: how many of the prompt's tokens the prefix cache had. `prompt_logprobs`: of the
-    prompt's next tokens, if it asked for them.
+    prompt's next tokens, if it asked for them. `preemptions`: how often it lost its slot so far.
     """
 
     request_id: str
@@ -186,6 +186,7 @@ class SequenceEvent(NamedTuple):
     first_scheduled: float | None = None
     cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +204,15 @@ class Abort:
     reason: FinishReason = FinishReason.CANCELLED
 
 
-Command = Submit | Abort
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Command: set this request aside, or go on with it. Unknown ids are ignored."""
+
+    request_id: str
+    held: bool
+
+
+Command = Submit | Abort | Hold
 
 
 @dataclass(slots=True)

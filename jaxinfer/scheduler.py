@@ -27,6 +27,7 @@ from jaxinfer.page_allocator import PageAllocator
 from jaxinfer.policy import SchedulerLimits, SchedulerPolicy, ThrashGuard
 from jaxinfer.prefix_cache import namespace_key
 from jaxinfer.request import Request
+from jaxinfer.scheduler_check import check_scheduler
 from jaxinfer.sequence import NO_SLOT, NOT_WAITING, Sequence
 from jaxinfer.sequence_pages import PageMove, SequencePages
 from jaxinfer.step_plan import MAX_PIECES, Piece, StepPlan
@@ -68,6 +69,10 @@ class Scheduler:
         self._decoding = Decoding(limits.page_size)
 
     @property
+    def has_work(self) -> bool:
+        return len(self.by_id) > len(self.waiting.held)  # those that are not held
+
+    @property
     def allocators(self) -> list[PageAllocator]:
         return self.pages.allocators
 
@@ -89,7 +94,7 @@ class Scheduler:
         elif request.group:  # samples of one prompt share its pages anyway
             sequence.root = namespace_key(scheduling.tenant, scheduling.cache_salt, request.group)
         follows = request.group in self.by_id  # the first sample of its prompt was taken
-        sequence.to_compute = self._to_compute(sequence, follows)
+        sequence.to_compute = self.pages.to_compute(sequence, follows)
         if request.deadline is not None and not follows:
             free = 0 if self._goes_after_held_back(sequence) else len(self._free_slots)
             check_in_time(sequence, self.waiting, self.running, free, self.pace)
@@ -103,14 +108,6 @@ class Scheduler:
         """Whether a slot that is free is not for it: somebody as urgent has no pages to take it."""
         held = self._held_back
         return held is not None and held.entry != NOT_WAITING and held.level <= sequence.level
-
-    def _to_compute(self, sequence: Sequence, follows: bool) -> int:
-        """Prompt tokens that it will compute, as far as is known when it comes."""
-        if follows:
-            found = (sequence.prompt_len - 1) // self.limits.page_size
-        else:
-            found = len(self.pages.lookup(sequence)[0])
-        return sequence.prompt_len - found * self.limits.page_size
 
     def finish(self, sequence: Sequence, failed: bool = False) -> None:
         """End a sequence. Its slot is free now, its pages once no step can write them."""
@@ -130,6 +127,19 @@ class Scheduler:
         else:
             self._publish_output(sequence)
         self.pages.release(sequence)
+
+    def hold(self, sequence: Sequence, held: bool, now: float) -> None:
+        """Set a sequence aside, without slot and pages, or let it go on, first of its peers."""
+        if held == (sequence in self.waiting.held) or sequence in self.leaving:
+            return
+        if sequence.slot != NO_SLOT:
+            self._give_up(sequence)
+        else:
+            self.waiting.remove(sequence)
+        if held:
+            self.waiting.held.add(sequence)
+        else:
+            self.waiting.push(sequence, now, preempted=True)
 
     def retire(self, plan: StepPlan) -> None:
         """A step was read: pages that only it or earlier ones could write come back."""
@@ -361,15 +371,20 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, now: float, for_pages: bool = True) -> None:
         """Back to the front of its peers in the queue."""
         self.preemptions += 1
+        sequence.preemptions += 1
         if sequence.preempted and for_pages:  # more free pages would not help who lost its slot
             done = len(sequence.tokens) + sequence.num_in_flight - sequence.tokens_then
             self.thrash.preempted_again(done)
-        self._publish_output(sequence)
         if not sequence.prefilling:
             self._page_outs += self.pages.offload(sequence)
+        self._give_up(sequence)
+        self.waiting.push(sequence, now, preempted=True)
+
+    def _give_up(self, sequence: Sequence) -> None:
+        """Its slot and pages, which the prefix cache may keep."""
+        self._publish_output(sequence)
         self._vacate(sequence)
         self.pages.release(sequence)
-        self.waiting.push(sequence, now, preempted=True)
 
     def _vacate(self, sequence: Sequence) -> None:
         """Give up its slot."""
@@ -380,17 +395,4 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """AssertionError unless slots, pages and queues account for each other exactly."""
-        waiting = list(self.waiting)
-        slots = [sequence.slot for sequence in self.running]
-        assert sorted(slots + self._free_slots) == list(range(self.limits.num_slots)), "slots"
-        assert all(sequence.slot == NO_SLOT for sequence in waiting), "a waiting slot"
-        assert all(sequence.slot == NO_SLOT for sequence in self.leaving), "a slot that was left"
-        assert self.running == sorted(self.running, key=urgency), "running is out of order"
-        self._decoding.check_invariants(self.running)
-        self._turns.check_invariants(self.running)
-        holding = [*self.running, *self.leaving]
-        known = {id(s) for s in holding} | {id(s) for s in waiting}
-        assert known == {id(s) for s in self.by_id.values()}, "a sequence is lost or unknown"
-        assert len(known) == len(holding) + len(waiting), "a sequence is in two places"
-        self.waiting.check_invariants()
-        self.pages.check_invariants(holding, waiting)
+        check_scheduler(self, self._free_slots, self._decoding, self._turns)

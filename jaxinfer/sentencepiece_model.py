@@ -24,7 +24,7 @@ from jaxinfer.literals import one_of
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of pieces
 UNIGRAM, BPE, WORD, CHAR = range(1, 5)  # model types
-_SPACE = "▁"
+SPACE = "▁"
 _BLANK = re.compile(r"\s*")
 _FIELDS = {  # message -> (name, number, type, default)
     "Piece": (("piece", 1, "string", None), ("score", 2, "float", None), ("type", 3, "int32", "1")),
@@ -133,7 +133,8 @@ class SentencePieceModel:
         prefix_after_tokens: bool = False,
     ):
         """`prefix_after_tokens`: where the model puts a space before a text, put one after every
-        added token too, and not only at the text's begin.
+        added token too, and not only at the text's begin. Otherwise a text's own white space there
+        stays, as one space where the model makes one of several.
 
         Raises ValueError for a model the library refuses, or one whose added tokens contradict it.
         """
@@ -152,12 +153,16 @@ class SentencePieceModel:
         for token in added:  # the library is not to find these by itself
             if token.id < len(self._pieces) and model.pieces[token.id].type == USER_DEFINED:
                 model.pieces[token.id].type = CONTROL
-        self._prefix = model.normalizer_spec.add_dummy_prefix
+        spec = model.normalizer_spec
+        self._prefix = spec.add_dummy_prefix
         self._encode = _encoder(model)
-        self._encode_later = self._encode
-        if self._prefix and not prefix_after_tokens:
-            model.normalizer_spec.add_dummy_prefix = False
-            self._encode_later = _encoder(model)
+        self._encode_later = self._encode_spaced = self._encode
+        if not prefix_after_tokens and (self._prefix or spec.remove_extra_whitespaces):
+            spec.add_dummy_prefix = False
+            self._encode_later = self._encode_spaced = _encoder(model)
+            if spec.remove_extra_whitespaces:  # it would drop the first one, which is no extra one
+                spec.add_dummy_prefix = True
+                self._encode_spaced = _encoder(model)
         self._tokens = {token.content: token for token in self.added}
         self._find = re.compile(one_of(self._tokens)) if self._tokens else None
 
@@ -200,7 +205,12 @@ class SentencePieceModel:
         return ids
 
     def _section(self, text: str, first: bool) -> list[int]:
-        return (self._encode if first else self._encode_later)(text) if text else []
+        if not text:
+            return []
+        if first:
+            return self._encode(text)
+        spaced = text[0].isspace() and not self._encode_later(text[0])  # dropped at a begin
+        return (self._encode_spaced if spaced else self._encode_later)(text)
 
     def definition(self) -> str:
         """A tokenizer.json that decodes as this model does. It is not for encoding."""
@@ -211,7 +221,7 @@ class SentencePieceModel:
         )
         ends = [decoders.Strip(" ", 1, 0)] if self._prefix else []
         raw.decoder = decoders.Sequence(
-            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
+            [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
         )
         for special, add in ((True, raw.add_special_tokens), (False, raw.add_tokens)):
             add(

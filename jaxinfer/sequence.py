@@ -36,6 +36,7 @@ class Sequence:
         to_compute: prompt tokens that the prefix cache lacked when it came.
         entry, entered, preempted: of the waiting queue: the number of its place (NOT_WAITING while
             it has none), when it took it, and whether it ran before.
+        preemptions: how often it lost its slot.
         waited: seconds it waited at its level before it ran; `entered` is so much earlier after.
         tokens_then: the tokens it had when it was admitted last.
         rules: what it may take next, where that is not every token.
@@ -63,6 +64,7 @@ class Sequence:
     entered: float = 0.0
     waited: float = 0.0
     preempted: bool = False
+    preemptions: int = 0
     tokens_then: int = 0
     first_scheduled: float | None = None
     first_token: float | None = None

@@ -271,6 +271,15 @@ class SequencePages:
 
     # -- host memory -------------------------------------------------------------------------------
 
+    def to_compute(self, sequence: Sequence, follows: bool) -> int:
+        """Prompt tokens that it will compute, as far as is known when it comes; `follows` another
+        sample of its prompt."""
+        if follows:
+            found = (sequence.prompt_len - 1) // self.page_size
+        else:
+            found = len(self.lookup(sequence)[0])
+        return sequence.prompt_len - found * self.page_size
+
     def offload(self, sequence: Sequence) -> list[PageMove]:
         """Moves that keep the computed pages of a sequence in host memory; none if it is full."""
         count = math.ceil(sequence.num_computed_tokens / self.page_size)

@@ -11,6 +11,8 @@ from typing import Self
 from jaxinfer.request import EngineStoppedError, Request
 from jaxinfer.text import Delta, OutputBuilder
 
+MOST_UNREAD = 8192  # tokens of a sample that wait, or entries of logprobs: about 1 MB
+
 
 @dataclass(slots=True, eq=False)
 class Sample:
@@ -20,6 +22,7 @@ class Sample:
     request: Request
     output: OutputBuilder
     generated: int = 0  # tokens its reader was given
+    held: bool = False  # it was set aside until its reader has taken what waits
     last_token: float | None = None  # when it had the last one
 
 
@@ -29,16 +32,25 @@ class Stream:
     Deltas of several samples come mixed, each with its sample's `index`; the last one of each
     sample has `finish`. Raises EngineStoppedError when the engine gave up instead. Leaving the
     context before the end ends all samples.
+
+    What waits for the reader is joined; of a sample, once it has `MOST_UNREAD`, `hold` is told, and
+    again when the reader has taken it.
     """
 
-    def __init__(self, outputs: Sequence[OutputBuilder], leave: Callable[[Stream], None]):
+    def __init__(
+        self,
+        outputs: Sequence[OutputBuilder],
+        leave: Callable[[Stream], None],
+        hold: Callable[[Sample], None],
+    ):
         self.samples = [Sample(self, output.request, output) for output in outputs]
+        self.chat = False  # whether it is the reply to a chat
         self.timer: asyncio.TimerHandle | None = None  # of the deadline
         self.unended = len(outputs)  # samples whose end the front has not seen
         self._unread = len(outputs)  # samples whose end the reader has not seen
         self._pending: dict[int, Delta] = {}  # by sample, what came first is first
         self._error: EngineStoppedError | None = None
-        self._leave = leave
+        self._leave, self._hold = leave, hold
         self._wake = asyncio.Event()
 
     @property
@@ -78,6 +90,9 @@ class Stream:
             assert self._error is not None
             raise self._error
         delta = self._pending.pop(next(iter(self._pending)))
+        if (sample := self.samples[delta.index]).held:
+            sample.held = False
+            self._hold(sample)
         self._unread -= delta.finish is not None
         if not self._pending and self._error is None:
             self._wake.clear()
@@ -96,12 +111,22 @@ class Stream:
         """Join what is new to what its reader has not taken yet."""
         waiting = self._pending.get(delta.index)
         if waiting is None:
-            self._pending[delta.index] = delta
+            self._pending[delta.index] = waiting = delta
         else:
             waiting.extend(delta)
+        sample = self.samples[delta.index]
+        if _size(waiting) >= MOST_UNREAD and not sample.held and waiting.finish is None:
+            sample.held = True
+            self._hold(sample)
         self._wake.set()
 
     def fail(self, error: EngineStoppedError) -> None:
         """End with this error once what is pending was read."""
         self._error = error
         self._wake.set()
+
+
+def _size(delta: Delta) -> int:
+    """Of what waits; tokens of one output have equally many entries each."""
+    entries = 1 + len(delta.logprobs[-1].top) if delta.logprobs else 1
+    return len(delta.token_ids) * entries

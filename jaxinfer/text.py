@@ -290,6 +290,7 @@ class OutputBuilder:
         self.queued: float | None = None  # seconds until a slot was found
         self.first_token: float | None = None  # seconds until it came
         self.cached_tokens = 0  # prompt tokens that the prefix cache had
+        self.preemptions = 0  # as its last event said
 
     @property
     def started(self) -> bool:
@@ -299,6 +300,7 @@ class OutputBuilder:
     def push(self, event: SequenceEvent) -> Delta:
         """What an event adds. Tokens after the one that completed a stop string are dropped."""
         self._note_start(event)
+        self.preemptions = event.preemptions
         delta = Delta(self.index, prompt_logprobs=event.prompt_logprobs)
         last = len(event.tokens) - 1 if event.finish in _STOPPED_BY_ID else None
         for position, token in enumerate(event.tokens):

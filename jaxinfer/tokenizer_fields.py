@@ -41,6 +41,7 @@ _RULES = {
     "extra_special_tokens": either(_TOKENS, _NAMED),
     "tokenizer_class": TEXT,
 }
+_NOTHING = Rule("nothing but a chat_template in this file", lambda value: False)
 _ID = Rule(f"an id from 0 to {_LARGEST_ID}", _is_id)
 _ENTRY = Rule("an object with a token's content and flags", _is_entry)
 
@@ -59,3 +60,9 @@ def check_ids(ids: dict[str, Any]) -> None:
     """Raise ValueError naming a token, of those by name, whose id is none."""
     for token, i in ids.items():
         _ID.check(f"the id of {token!r}", i)
+
+
+def check_processor(template: dict[str, Any]) -> None:
+    """Raise ValueError naming what a chat_template.json has that is no chat template."""
+    for name, value in template.items():
+        (TEXT if name == "chat_template" else _NOTHING).check(name, value)

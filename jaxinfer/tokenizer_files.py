@@ -6,7 +6,8 @@ A folder holds one of
 - vocab.json and merges.txt, byte-level BPE as GPT-2 wrote it,
 
 and beside it, all optional, tokenizer_config.json, special_tokens_map.json, added_tokens.json,
-chat_template.jinja, additional_chat_templates/ and generation_config.json.
+chat_template.jinja, additional_chat_templates/, chat_template.json (of a processor, read where the
+others hold no template) and generation_config.json.
 """
 
 from __future__ import annotations
@@ -31,12 +32,18 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from jaxinfer.json_files import read_object
 from jaxinfer.sentencepiece_model import USER_DEFINED, Added, SentencePieceModel, parse_model
-from jaxinfer.tokenizer_fields import NAMED_TOKENS, check_ids, check_tokenizer_config
+from jaxinfer.tokenizer_fields import (
+    NAMED_TOKENS,
+    check_ids,
+    check_processor,
+    check_tokenizer_config,
+)
 
 TOKENIZER_FILE, SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
 VOCAB_FILE, MERGES_FILE = "vocab.json", "merges.txt"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE, TEMPLATES_FOLDER = "chat_template.jinja", "additional_chat_templates"
+PROCESSOR_FILE = "chat_template.json"
 GENERATION_FILE = "generation_config.json"
 # Pieces of vocabularies that mark turns and ends, whatever type a file gives them.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|return|>",
@@ -79,6 +86,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         config["added_tokens_decoder"] = decoder
     if templates := dict(_templates(folder)):
         config["chat_template"] = templates_entry(templates)
+    elif not config.get("chat_template"):
+        config |= _checked(folder / PROCESSOR_FILE, check_processor)
     return config
 
 

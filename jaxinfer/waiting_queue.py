@@ -75,14 +75,18 @@ class WaitingQueue:
         self._most_accounts = 2 * MOST_ACCOUNTS
         self._entries = itertools.count(1)
         self._size = 0
+        self.preempted = 0  # of those that wait, how many ran before
+        self.held = set[Sequence]()  # those that are aside, in no order, until they are pushed
+        self.passed = list[Sequence]()  # over whom `head` passed: their rules are not known yet
 
     def __len__(self) -> int:
-        return self._size
+        return self._size + len(self.passed)
 
     def __iter__(self) -> Iterator[Sequence]:
         """All waiting sequences: by priority, then by when they came to it."""
         for number in self._order:
             yield from self._levels[number].live()
+        yield from self.passed
 
     # -- coming and going ------------------------------------------------------------------------
 
@@ -125,7 +129,13 @@ class WaitingQueue:
             self._line_up(level, sequence, known)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence that waits: it was admitted, or ended."""
+        """Take out a sequence that waits, or is held: it was admitted, or ended."""
+        if sequence in self.held:
+            self.held.remove(sequence)
+            return
+        if sequence in self.passed:
+            self.passed.remove(sequence)
+            return
         sequence.entry = NOT_WAITING
         level = self._levels[sequence.level]
         self._count(level, sequence, -1)
@@ -139,6 +149,7 @@ class WaitingQueue:
         level.size += one
         level.tokens += tokens
         self._size += one
+        self.preempted += one * sequence.preempted
         self._crossed += one * self._has_crossed(sequence)
         count, before = level.queued.get(line, (0, 0))
         level.queued[line] = (count + one, before + one * sequence.to_compute)
@@ -148,12 +159,21 @@ class WaitingQueue:
     # -- whose turn it is ------------------------------------------------------------------------
 
     def head(self) -> Sequence | None:
-        """The sequence to run next, or None. It stays in the queue."""
-        if not self._order:
-            return None
-        level = self._levels[self._order[0]]
-        first = _first(level.preempted)
-        return self._of_least_served(level) if first is None else first
+        """The sequence to run next, or None. It stays in the queue.
+
+        One that ran before and whose grammar is still being followed, since its process began anew
+        say, is passed over: nobody waits behind it.
+        """
+        while self._order:
+            level = self._levels[self._order[0]]
+            first = _first(level.preempted)
+            if first is None:
+                first = self._of_least_served(level)
+            if first.rules_are_known:
+                return first
+            self.remove(first)
+            self.passed.append(first)
+        return None
 
     def _of_least_served(self, level: _Level) -> Sequence:
         while True:
@@ -177,6 +197,10 @@ class WaitingQueue:
         """
         if len(self._service) > self._most_accounts:
             self._forget_accounts(running)
+        for sequence in [each for each in self.passed if each.rules_are_known]:
+            self.passed.remove(sequence)
+            sequence.waited = now - sequence.entered
+            self.push(sequence, now, sequence.preempted)
         left = MOST_RISES
         for number in self._order[::-1]:
             since = self._levels[number].entries[0][0]
@@ -290,9 +314,11 @@ class WaitingQueue:
 
     def check_invariants(self) -> None:
         """AssertionError unless levels, lines and counts account for each other."""
-        waiting = list(self)
+        assert all(s.entry == NOT_WAITING for s in [*self.held, *self.passed]), "a place is left"
+        waiting = [sequence for sequence in self if sequence not in self.passed]
         assert len({id(s) for s in waiting}) == len(waiting) == self._size, "counted twice or lost"
         assert self.tokens == sum(s.prompt_len for s in waiting), "tokens"
+        assert self.preempted == sum(s.preempted for s in waiting), "those that ran before"
         assert self._order == sorted(self._levels), "levels"
         assert self._crossed == sum(map(self._has_crossed, waiting)), "those above their class"
         for number, level in self._levels.items():

@@ -22,6 +22,7 @@ from jaxinfer.request import (
     Abort,
     Counters,
     FinishReason,
+    Hold,
     Request,
     SequenceEvent,
     Submit,
@@ -88,8 +89,9 @@ class ScriptedEngine:
     """Stands in for `Engine`: a step gives every running sequence its script's next token.
 
     `gate`: cleared, steps block, as a device that hangs does. `step_seconds` is how long one takes.
-    `late`: if set, requests with a deadline are refused on arrival with this text. `cached`: prompt
-    tokens that the prefix cache has of a request. Every running sequence uses one page, and the
+    `late`: if set, requests with a deadline are refused on arrival with this text. `deferred`: how
+    many of those that wait do so for their grammars. `cached`: prompt tokens that the prefix cache
+    has of a request. Every running sequence uses one page, and the
     last page but one is cached.
     """
 
@@ -104,8 +106,10 @@ class ScriptedEngine:
         self.waiting: deque[Request] = deque()
         self.running: dict[str, tuple[Request, list[int], int]] = {}
         self.aborted: list[Abort] = []
+        self.holds: list[Hold] = []
+        self.held: set[str] = set()
         self.ended: dict[str, FinishReason] = {}
-        self.late = ""
+        self.late, self.deferred = "", 0
         self.cached = lambda request: 0
         self.records: deque[StepRecord] = deque()
         self.ttft, self.tpot = Percentiles(), Percentiles()
@@ -115,7 +119,7 @@ class ScriptedEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self._refusals)
+        return bool(self.waiting or self.running.keys() - self.held or self._refusals)
 
     def load(self) -> Load:
         waiting = [*self.waiting]
@@ -126,6 +130,7 @@ class ScriptedEngine:
             waiting_tokens=sum(len(request.prompt) for request in waiting),
             pages=self._pages(),
             page_size=PAGE_SIZE,
+            deferred=min(self.deferred, len(waiting)),
             counters=dataclasses.replace(self.counters),
             ttft=self.ttft,
             tpot=self.tpot,
@@ -162,6 +167,10 @@ class ScriptedEngine:
             self.counters.prompt_tokens += len(command.request.prompt)
             self.waiting.append(command.request)
             return
+        if isinstance(command, Hold):
+            self.holds.append(command)
+            (self.held.add if command.held else self.held.discard)(command.request_id)
+            return
         self.aborted.append(command)
         known = [r for r in self.waiting if r.id == command.request_id]
         for request in known:
@@ -190,7 +199,9 @@ class ScriptedEngine:
             self.counters.prefix_hits += self.cached(request)
         self._record(fresh, now)
         return refused + [
-            self._advance(request_id, request_id in fresh, now) for request_id in [*self.running]
+            self._advance(request_id, request_id in fresh, now)
+            for request_id in [*self.running]
+            if request_id not in self.held
         ]
 
     def _record(self, fresh: set[str], now: float) -> None:

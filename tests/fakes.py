@@ -16,6 +16,7 @@ from jaxinfer.programs import smallest_shape, step_shapes
 from jaxinfer.request import (
     Abort,
     FinishReason,
+    Hold,
     Request,
     SamplingParams,
     Scheduling,
@@ -242,6 +243,10 @@ class Harness:
         assert request_id not in self.scheduler.by_id
         self.check()
 
+    def hold(self, request_id: str, held: bool) -> None:
+        self.engine.execute(Hold(request_id, held), self.now)
+        self.check()
+
     def step(self, seconds: float = 1.0) -> list[SequenceEvent]:
         self.now += seconds
         due = [s for s in self.scheduler.by_id.values() if (s.request.deadline or 1e9) <= self.now]
@@ -276,6 +281,7 @@ class Harness:
         self.scheduler.check_invariants()
         counters, by_reason = self.engine.counters, self.engine.counters.by_reason
         in_work = len(self.scheduler.running) + len(self.scheduler.waiting)
+        in_work += len(self.scheduler.waiting.held)
         assert counters.received == len(self.requests)
         assert (
             counters.received == counters.finished + counters.aborted + counters.refused + in_work

@@ -276,7 +276,7 @@ async def test_reasoning_that_the_template_begins():
 
 BAD = [
     ({"tool_choice": "auto"}, None, "there are no tools"),
-    ({"tools": [WEATHER, WEATHER]}, None, "more than once"),
+    ({"tools": [WEATHER, WEATHER]}, None, "another tool's"),
     (
         {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}},
         None,

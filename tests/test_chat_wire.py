@@ -106,3 +106,81 @@ async def test_what_cannot_be_honoured_is_refused_by_name():
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
             ((found, why),) = violations(error).items()
             assert found == field and said in why, (found, why)
+
+
+MADE = '[{"name": "weather", "arguments": {"city": "Köln"}}]'
+NAMED = {"function": {"name": "weather"}}
+
+
+@in_loop
+async def test_which_tools_are_called():
+    """As over HTTP: the model is told of none, or its reply is held to be calls."""
+    said = Said(MADE)
+    async with server(said) as (_, client):
+        for choice in ("auto", "none", "required", NAMED):
+            answer = await client.generate(chat(user("x"), [WEATHER], tool_choice=choice))
+            must = choice in ("required", NAMED)
+            assert answer.text == ("" if must else MADE)
+            assert [(c.name, c.arguments) for c in answer.tool_calls] == (
+                [("weather", '{"city": "Köln"}')] if must else []
+            )
+            assert ("weather" in said.prompts[-1]) == (choice != "none")
+            form = said.requests[-1].params.structured
+            assert (form is not None and form.kind == "grammar") == must
+        told = await client.tokenize(chat(user("x"), [WEATHER]))
+        assert len(told) > len(
+            await client.tokenize(chat(user("x"), [WEATHER], tool_choice="none"))
+        )
+        streamed = client.stream(chat(user("x"), [WEATHER], tool_choice="required"))
+        calls = [call async for chunk in streamed for call in chunk.tool_calls]
+        assert "".join(call.arguments for call in calls) == '{"city": "Köln"}'
+        first = said.requests[-1].params.structured.source
+        one = chat(user("x"), [WEATHER], tool_choice="required", parallel_tool_calls=False)
+        await client.generate(one)
+        assert "call)*" in first and "call)*" not in said.requests[-1].params.structured.source
+
+
+@in_loop
+async def test_strict_tools_hold_calls_to_their_schemas():
+    strict = {**WEATHER, "function": WEATHER["function"] | {"strict": True}}
+    said = Said(CALL)
+    async with server(said) as (_, client):
+        await client.generate(chat(user("x"), [strict]))
+        assert "begun" in said.requests[-1].params.structured.source
+        await client.generate(chat(user("x"), [strict], tool_choice="none"))
+        assert said.requests[-1].params.structured is None
+        wrong = {"type": "object", "properties": {"a": {"type": "nothing"}}}
+        function = {"name": "f", "strict": True, "parameters": wrong}
+        error = await refused(client.generate(chat(user("x"), [{"function": function}])))
+        assert [*violations(error)] == ["chat.tools"]
+
+
+@in_loop
+async def test_choices_of_tools_that_cannot_be_honoured_are_refused_by_name():
+    message, tool = pb.ChatMessage(role="user", content="x"), pb.Tool(name="f")
+    form = {"regex": "a"}
+    async with server(Said("x")) as (_, client):
+        for more, field, said, asked in (
+            ({"tool_choice": pb.TOOL_CHOICE_REQUIRED}, "chat.tool_choice", "no tools", {}),
+            ({"tool_choice_name": "f"}, "chat.tool_choice", "no tools", {}),
+            ({"tool_choice_name": ""}, "chat.tool_choice", "names no tool", {}),
+            ({"tool_choice_name": "g", "tools": [tool]}, "chat.tool_choice", "none of tools", {}),
+            ({"tool_choice": 9, "tools": [tool]}, "chat.tool_choice", "not known", {}),
+            (
+                {"tool_choice_name": "f", "tools": [tool]},
+                "chat.tools",
+                "another form",
+                {"structured": form},
+            ),
+        ):
+            chat_ = pb.Chat(messages=[message], **more)
+            error = await refused(client.generate(chat_, **asked))
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            ((found, why),) = violations(error).items()
+            assert found == field and said in why, (found, why)
+    async with serving_model(
+        lambda: opened(ScriptedEngine(Said("x"), LIMITS), tokenizer_with("{{ tools }}[TOOL_CALLS]"))
+    ) as (_, client):
+        strict = pb.Tool(name="f", strict=True)
+        error = await refused(client.generate(pb.Chat(messages=[message], tools=[strict])))
+        assert [*violations(error)] == ["chat.tools[0].strict"]

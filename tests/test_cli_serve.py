@@ -92,14 +92,23 @@ def test_a_model_that_cannot_be_loaded_is_one_line():
     assert line.startswith("jaxinfer: /nowhere/model does not exist")
 
 
-def test_the_port_is_checked_before_the_model():
+def test_spans_have_to_have_a_place_to_go():
+    done = in_process("serve", "/nowhere/model", "--otlp-traces-endpoint", "here")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith("jaxinfer: --otlp-endpoint is 'here'")
+
+
+@pytest.mark.parametrize(("option", "other"), [("--port", "--no-http"), ("--http-port", "--http")])
+def test_the_port_is_checked_before_the_model(option, other):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = in_process("serve", "/nowhere/model", "--port", port, "--no-http")
-    assert done.returncode == 1 and "the port is in use" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+        free = () if option == "--port" else ("--port", free_port())
+        done = in_process("serve", "/nowhere/model", option, port, other, *free)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and "the port is in use" in line
+    assert f"choose another {option}" in line
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,10 @@ class EngineMachine(RuleBasedStateMachine):
     def cancel(self, which):
         self.harness.cancel(f"r{which}")  # known, unknown, ended or running
 
+    @rule(which=st.integers(0, 40), held=st.booleans())
+    def hold(self, which, held):
+        self.harness.hold(f"r{which}", held)
+
     @rule(seconds=st.sampled_from([0.0, 1.0, 3.0]), times=st.integers(1, 4))
     def step(self, seconds, times):
         for _ in range(times):
@@ -83,6 +87,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "harness"):
+            for sequence in [*self.harness.scheduler.waiting.held]:
+                self.harness.hold(sequence.request.id, False)
             self.harness.drain()
 
 

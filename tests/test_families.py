@@ -239,6 +239,12 @@ def test_longrope_chooses_by_the_length_it_is_served_at(models):
     short = config.rope.served(16)
     assert (short.scaling, short.divisors) == ("divisors", config.rope.divisors)
     assert short.attention_factor == config.rope.attention_factor
+    with np.load(ORACLES / "phi3" / "expected.npz") as data:
+        tokens, wanted, long = data["tokens"][:16], data["short"], data["logits"][:16]
+    served = dataclasses.replace(config, rope=short)
+    found = dense_logits(served, models["phi3"].params, tokens)
+    assert np.abs(found - wanted).max() < TOLERANCE * np.abs(wanted).max()
+    assert np.abs(long - wanted).max() > NOTICED * np.abs(wanted).max()
 
 
 def test_kinds_of_layers(models):

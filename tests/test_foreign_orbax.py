@@ -227,6 +227,13 @@ def test_damaged_files(tmp_path: Path) -> None:
     assert "neither jaxinfer.json nor config.json nor an Orbax tree" in refusal(tree)
 
 
+def test_a_tree_in_a_folder_below_is_named(tmp_path: Path) -> None:
+    folder = folder_with_config(tmp_path, "llama_default")
+    save(folder / "trained", {"params": maxtext("llama_default", True)})
+    assert f"did you mean {folder / 'trained'}?" in refusal(folder)
+    assert load_model(folder / "trained").config.family == "llama"
+
+
 def test_trees_of_nobody_we_know(tmp_path: Path) -> None:
     folder = folder_with_config(tmp_path, "qwen3")
     tree = {"wte": {"kernel": np.ones((96, 32))}, "blocks": [{"attn": np.ones(5)}] * 9}

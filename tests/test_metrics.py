@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import deque
 
 import numpy as np
@@ -64,7 +65,25 @@ async def test_families_have_the_names_and_labels_of_vllm():
     ):  # fmt: skip
         assert f'vllm:{name}{{engine="0",model_name="fake"}}' in text, name
     assert 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="fake"}' in text
+    waiting = 'vllm:num_requests_waiting_by_reason{engine="0",model_name="fake",reason='
+    assert f'{waiting}"capacity"}} 0.0' in text and f'{waiting}"deferred"}} 0.0' in text
     assert 'le="0.001"' in text and 'vllm:cache_config_info{block_size="16"' in text
+
+
+@in_loop
+async def test_those_that_wait_are_counted_by_why_they_do():
+    engine = ScriptedEngine(forever, dataclasses.replace(LONG, max_num_seqs=1))
+    async with http(engine) as (plain, client):
+        asked = {"model": "fake", "prompt": "a", "max_tokens": 30_000}
+        calls = [asyncio.ensure_future(client.completions.create(**asked)) for _ in range(4)]
+        await until(lambda: len(engine.waiting) == 3)
+        engine.deferred = 1
+        found = await scrape(plain)
+        for call in calls:
+            call.cancel()
+    name = "jaxinfer:num_requests_waiting_by_reason"
+    by_reason = [found[name, reason] for reason in ("capacity", "deferred", "preempted")]
+    assert by_reason == [2, 1, 0] and found["jaxinfer:num_requests_waiting",] == 3
 
 
 @in_loop

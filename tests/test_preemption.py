@@ -223,3 +223,19 @@ def test_who_arrived_last_gives_up_its_pages_though_it_was_admitted_before():
     assert ran[2:] == [late, early]
     assert [s.request.id for s in run.scheduler.running] == [early]
     run.drain()
+
+
+def test_events_say_how_often_their_request_was_preempted():
+    run = harness(101, slots=1)
+    low = run.submit([1] * 4, 30, scheduling=LOW)
+    said = []
+    for number in range(3):
+        for _ in range(4):
+            said += [e.preemptions for e in run.step() if e.request_id == low]
+        run.submit([2 + number] * 4, 2, scheduling=HIGH)
+        run.step()
+        load = run.engine.load()
+        assert (load.waiting, load.preempted, load.deferred) == (1, 1, 0)
+    run.drain()
+    assert run.engine.load().preempted == 0
+    assert said == sorted(said) and {0, 1, 2} <= set(said)

@@ -117,3 +117,41 @@ def test_windows_and_rotation_by_layer():
 def test_what_is_not_computed_is_refused(hf, message):
     with pytest.raises(ValueError, match=message):
         model_config(hf)
+
+
+KIMI = hf_config("deepseek_v3") | {"model_type": "kimi_k2"}
+CHUNKS = {"chunk_size": 32, "local_size": 8, "original_max_position_embeddings": 32}
+
+
+def test_a_model_by_another_name():
+    """Kimi K2 is DeepSeek V3 in other sizes, and its files name the class so."""
+    assert model_config(KIMI) == model_config(hf_config("deepseek_v3"))
+
+
+def test_dual_chunk_attention_is_plain_within_the_first_chunk():
+    """As in Qwen2.5-7B-Instruct-1M and the configs for long contexts of Qwen3-2507."""
+    plain = hf_config("qwen2")
+    chunked = model_config(plain | {"dual_chunk_attention_config": CHUNKS})
+    assert (chunked.max_position, model_config(plain).max_position) == (32, 64)
+    with pytest.raises(ValueError, match="dual_chunk_attention_config lacks 'chunk_size'"):
+        model_config(plain | {"dual_chunk_attention_config": {"local_size": 8}})
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"attention_chunk_size": 8192},
+        {"use_logn_attn": True},
+        {"rope_interleaved": True},
+        {"index_topk": 2048},
+        {"is_encoder_decoder": True},
+        {"use_bidirectional_attention": True},
+    ],
+    ids=str,
+)
+def test_what_no_family_computes_is_refused_in_all(setting):
+    (name,) = setting
+    for family in ("qwen2", "smollm3", "gpt_oss"):
+        with pytest.raises(ValueError, match=f"{family}: {name} = .* is not supported"):
+            model_config(hf_config(family) | setting)
+        model_config(hf_config(family) | {name: None})

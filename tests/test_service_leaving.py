@@ -1,4 +1,4 @@
-"""The service over gRPC: clients that leave, deadlines, silence, slow readers, overload."""
+"""The service over gRPC: clients that leave, deadlines, silence, overload."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import grpc
 import pytest
-from fake_engine import LONG, ScriptedEngine, balanced, echo, forever, limits, says
+from fake_engine import LONG, ScriptedEngine, balanced, echo, forever, limits
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from jaxinfer_service.client import generate_request
@@ -118,18 +118,6 @@ async def test_who_leaves_at_the_deadline_was_ended_by_it():
         assert [*engine.ended.values()][-1] is reason
     assert front.load().counters == front.counters
     front.stop()
-
-
-@in_loop
-async def test_a_slow_reader_slows_itself_only():
-    engine = ScriptedEngine(says("a" * 40))
-    async with serving(engine) as (_, client):
-        slow = aiter(client.stream("x"))
-        await anext(slow)
-        fast = await client.generate("x")
-        await until(lambda: not engine.has_work)
-        rest = [chunk async for chunk in slow]
-        assert fast.text == "a" * 40 and rest[-1].usage.generated_tokens == 41
 
 
 @in_loop

@@ -33,6 +33,7 @@ HOST_ONLY = (  # the host's decisions: no array library but NumPy
     "request",
     "sampler_outcomes",
     "scheduler",
+    "scheduler_check",
     "sequence",
     "sequence_pages",
     "step_plan",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sentencepiece import SentencePieceProcessor
 from stated_tokens import CASES, TEXTS, write_case
 from tiny_checkpoint import write_tokenizer
 from tokenizers import Tokenizer as RawTokenizer
@@ -97,6 +98,50 @@ def test_texts_between_special_tokens(tmp_path: Path, legacy: bool) -> None:
     ids = tokenizer.encode(CHAT, add_special_tokens=False, allow_special=True)
     assert ids == PIECES["bpe"]["between"][str(legacy)]
     assert PIECES["bpe"]["between"]["True"] != PIECES["bpe"]["between"]["False"]
+
+
+def test_white_space_after_special_tokens_stays_where_a_model_drops_it_at_a_begin(
+    tmp_path: Path,
+) -> None:
+    """As the library itself has it after a piece that it finds first."""
+    tokenizer = Tokenizer.from_folder(folder_with(tmp_path, "unigram", legacy=False))
+    library = SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    for text in ("A page", " A page", "  A  page ", "\tA", " ", "holds"):
+        wanted = library.encode("<sep>" + text)[2:]  # after its first space and that piece
+        found = tokenizer.encode("</s>" + text, add_special_tokens=False, allow_special=True)
+        assert found == [2, *wanted], text
+    assert library.encode("<sep> A")[2:] != library.encode("<sep>A")[2:] != library.encode("A")
+
+
+def test_gguf_tokens_of_users_are_written_as_text() -> None:
+    """Converters write a space where the model has its mark, as in Gemma's runs of spaces."""
+    metadata = as_gguf("no_prefix", add_space_prefix=False)
+    tokens, types, scores = (
+        metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type", "scores")
+    )
+    tokens += ["  ", "    "]
+    types += [4, 4]
+    scores += [0.0, 0.0]
+    two, four = len(tokens) - 2, len(tokens) - 1
+    tokenizer = build_tokenizer(metadata)
+    plain = dict(map(tuple_of, PIECES["no_prefix"]["cases"]))["A page holds"]
+    assert tokenizer.encode("    A page holds") == [1, four, *plain]
+    assert tokenizer.encode("  A page holds") == [1, two, *plain]
+    assert tokenizer.decode([four, *plain]) == "    A page holds"
+
+
+def test_a_processors_chat_template(tmp_path: Path) -> None:
+    """It lies in a file of its own, which stands where no other has one."""
+    folder = folder_with(tmp_path, "bpe")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}))
+    assert Tokenizer.from_folder(folder).render_chat([]) == "of a processor"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "of the tokenizer"}))
+    assert Tokenizer.from_folder(folder).render_chat([]) == "of the tokenizer"
+    for broken in ({"chat_template": 3}, {"other": ""}):
+        folder_with(tmp_path, "bpe")
+        (folder / "chat_template.json").write_text(json.dumps(broken))
+        with pytest.raises(ValueError, match=r"chat_template\.json: .*(chat_template|other) = "):
+            Tokenizer.from_folder(folder)
 
 
 def test_decoding(tmp_path: Path) -> None:

@@ -1,15 +1,49 @@
-"""Files of a model that was saved without its head: names lack what all others begin with.
+"""Files whose names begin otherwise than those of a whole model of the family.
 
-GPT-2 as published has `wte.weight` where a whole model's file has `transformer.wte.weight`.
+Of a model that was saved without its head names lack what all others begin with: GPT-2 as published
+has `wte.weight` where a whole model's file has `transformer.wte.weight`. In those of a model that
+takes pictures too the text part is `language_model.…` or, since transformers 4.52,
+`model.language_model.…`.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import logging
 
 import numpy as np
 
 from jaxinfer.checkpoints.source import Tensors
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of
+
+logger = logging.getLogger(__name__)
+
+_TEXT = {"language_model.": "", "model.language_model.": "model."}
+_PICTURES = ("vision_tower", "multi_modal_projector")
+
+
+def text_tensors(tensors: Tensors, config: ModelConfig) -> tuple[Tensors, ModelConfig]:
+    """Those of the text part of a model that takes pictures too, any other's as they are.
+
+    Whether the part has a head of its own is seen from its tensors: such files' configs contradict
+    themselves about it.
+    """
+    begins = next((p for p in _TEXT if any(name.startswith(p) for name in tensors.shapes)), None)
+    if begins is None:
+        return tensors, config
+    own, ignored = {}, set[str]()
+    for name in tensors.shapes:
+        part = name.removeprefix("model.").partition(".")[0]
+        if part in _PICTURES:
+            ignored.add(part)
+        else:
+            inner = name.removeprefix(begins)
+            own[name if inner == name else _TEXT[begins] + inner] = name
+    if ignored:
+        logger.info("%s: ignored: the text part alone is served", ", ".join(sorted(ignored)))
+    tied = "lm_head.weight" not in own
+    return _Renamed(tensors, own), dataclasses.replace(config, tie_embeddings=tied)
 
 
 def complete_names(tensors: Tensors, config: ModelConfig) -> Tensors:

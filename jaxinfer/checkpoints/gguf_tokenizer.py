@@ -21,6 +21,7 @@ from jaxinfer.sentencepiece_model import (
     BYTE,
     CONTROL,
     NORMAL,
+    SPACE,
     UNKNOWN,
     USER_DEFINED,
     Added,
@@ -154,10 +155,11 @@ def _sentencepiece(
     types = metadata.get("tokenizer.ggml.token_type") or [
         BYTE if _BYTE_PIECE.fullmatch(token) else NORMAL for token in tokens
     ]
-    model = new_model()
+    model, known = new_model(), set(tokens)
     for i, (token, score, kind) in enumerate(zip(tokens, scores, types)):
         kind = UNKNOWN if i == unknown else CONTROL if kind == UNKNOWN else kind
-        model.pieces.add(piece=token, score=score, type=kind)
+        piece = token.replace(" ", SPACE) if kind == USER_DEFINED else token  # written as text
+        model.pieces.add(piece=token if piece in known else piece, score=score, type=kind)
     model.trainer_spec.model_type = BPE
     model.trainer_spec.byte_fallback = BYTE in types
     model.trainer_spec.unk_id = unknown

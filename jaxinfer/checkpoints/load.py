@@ -90,6 +90,10 @@ def open_source(path: Path, config_file: str | Path | None = None) -> Source:
     foreign = path.is_dir() and not any(path.glob("*.safetensors")) and find_tree(path) is not None
     if config_file is not None and not foreign:
         raise CheckpointError(f"{path} has a config of its own; leave out {config_file}")
+    if not foreign and path.is_dir() and not any(path.glob("*.safetensors")):
+        inner = [child for child in sorted(path.iterdir()) if child.is_dir() and find_tree(child)]
+        if inner:
+            raise CheckpointError(f"{path} holds no model itself; did you mean {inner[0]}?")
     if foreign:
         source = open_foreign(path, None if config_file is None else Path(config_file).expanduser())
     else:

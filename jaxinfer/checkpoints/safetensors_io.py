@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxinfer.checkpoints.base_names import complete_names
+from jaxinfer.checkpoints.base_names import complete_names, text_tensors
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.quantised_files import QuantisedFiles
 from jaxinfer.checkpoints.source import Source, Tensors
@@ -19,6 +19,7 @@ from jaxinfer.json_files import read_object
 from jaxinfer.models import family_of
 from jaxinfer.models.hf_config import model_config
 from jaxinfer.models.hf_quantization import hf_storage
+from jaxinfer.models.text_part import text_settings
 from jaxinfer.tokenizer import Tokenizer, eos_token_ids
 from jaxinfer.tokenizer_files import MissingTokenizerError
 
@@ -95,7 +96,7 @@ def open_huggingface(folder: Path) -> Source:
         wanted = family_of(config.family).hf_sources(config).values()
         known = {name for source in wanted for name in source.tensors}
         tensors = packed = QuantisedFiles(files, storage, known, description)
-    tensors = complete_names(tensors, config)
+    tensors, config = text_tensors(complete_names(tensors, config), config)
     tokenizer, missing = None, ""
     try:
         tokenizer = Tokenizer.from_folder(folder, eos_ids)
@@ -109,13 +110,14 @@ def open_huggingface(folder: Path) -> Source:
 
 
 def read_hf_config(file: Path) -> tuple[dict[str, Any], ModelConfig, tuple[int, ...]]:
-    """A config.json as it stands, as ours, and the ids that it says end an output.
+    """A config.json (of a whole its text part), as ours, and the ids that it says end an output.
 
     Raises CheckpointError naming the file and the field.
     """
     hf = _read_json(file)
     try:
-        return hf, model_config(hf), eos_token_ids(hf)
+        config, hf = model_config(hf), text_settings(hf)
+        return hf, config, eos_token_ids(hf)
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from error
 

@@ -5,11 +5,13 @@ What we do not compute is refused by name, never ignored. What a field may be: `
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from jaxinfer.config import ModelConfig, MoeConfig, RopeConfig
 from jaxinfer.field_rules import Rule, integer, number, shown
 from jaxinfer.models import family_of
+from jaxinfer.models.base import require
 from jaxinfer.models.hf_fields import (
     BASE,
     EPSILON,
@@ -25,6 +27,9 @@ from jaxinfer.models.hf_fields import (
 )
 from jaxinfer.models.hf_quantization import hf_storage
 from jaxinfer.models.rope_config import rope_config
+from jaxinfer.models.text_part import text_settings
+
+logger = logging.getLogger(__name__)
 
 # What fields of a ModelConfig may be, whatever they come from.
 _MODEL: dict[str, Rule] = {
@@ -65,6 +70,13 @@ _ROPE: dict[str, Rule] = {
     "attention_factor": FACTOR.or_null(),
 }
 _WHOLE_MODELS = ("ForCausalLM", "LMHeadModel")  # GPT-2's is from before there was a common one
+_OTHER_NAMES = {"kimi_k2": "deepseek_v3"}  # model_type of the same model by another name
+# They change what a model computes, without a tensor of their own, and no family here follows them.
+_UNCOMPUTED = (
+    "add_cross_attention", "attention_chunk_size", "attn_temperature_tuning", "index_topk",
+    "is_encoder_decoder", "rope_interleaved", "use_bidirectional_attention", "use_dynamic_ntk",
+    "use_logn_attn",
+)  # fmt: skip
 
 
 def model_config(hf: dict[str, Any]) -> ModelConfig:
@@ -75,9 +87,12 @@ def model_config(hf: dict[str, Any]) -> ModelConfig:
     """
     if not isinstance(hf, dict):
         raise ValueError(f"config.json is {shown(hf)}, expected settings by name")
+    text = text_settings(hf)
     try:
-        config = _model_config(HfConfig(hf))
+        config = _model_config(HfConfig(text))
         check_sizes(config)
+    except ValueError as error:
+        raise ValueError(f"text_config: {error}" if text is not hf else str(error)) from error
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"config.json has a value of the wrong kind: {error}") from error
     return config
@@ -86,10 +101,12 @@ def model_config(hf: dict[str, Any]) -> ModelConfig:
 def _model_config(hf: HfConfig) -> ModelConfig:
     if hf.get("model_type", "") == "":
         raise ValueError("config.json has no model_type")
-    family = family_of(hf["model_type"])
-    _check_architecture(hf["model_type"], hf.get("architectures") or [])
+    name = _OTHER_NAMES.get(hf["model_type"], hf["model_type"])
+    family = family_of(name)
+    _check_architecture(name, hf.get("architectures") or [])
+    require(name, hf, **dict.fromkeys(_UNCOMPUTED, (None, False)))
     hf_storage(hf)  # refuses what no reader knows
-    return family.config_from_hf(hf, rope_config(hf))
+    return family.config_from_hf(_one_chunk(hf), rope_config(hf))
 
 
 def _check_architecture(model_type: str, architectures: list[str]) -> None:
@@ -104,6 +121,19 @@ def _check_architecture(model_type: str, architectures: list[str]) -> None:
             f"architectures = {whole} contradicts model_type = {model_type!r}: they name different "
             "models; correct the one that is wrong"
         )
+
+
+def _one_chunk(hf: HfConfig) -> HfConfig:
+    """The same model as far as its first chunk goes, where it has dual chunk attention (An et al.
+    2024, arXiv:2402.17463): until there that is plain attention, and beyond not what we compute."""
+    chunks = hf.settings("dual_chunk_attention_config")
+    if not chunks:
+        return hf
+    if "chunk_size" not in chunks:
+        raise ValueError("dual_chunk_attention_config lacks 'chunk_size'")
+    longest = min(chunks["chunk_size"], hf["max_position_embeddings"])
+    logger.info("dual_chunk_attention_config: served for the first chunk, of %d tokens", longest)
+    return hf | {"max_position_embeddings": longest}
 
 
 def check_sizes(c: ModelConfig) -> None:

@@ -49,8 +49,8 @@ _BY_RULE: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (
         SETTINGS.or_null(),
         (
-            "full_attention", "quantization_config", "rope_parameters", "rope_scaling",
-            "sliding_attention",
+            "dual_chunk_attention_config", "full_attention", "quantization_config",
+            "rope_parameters", "rope_scaling", "sliding_attention", "text_config",
         ),
     ),
     (VOCABULARY, ("vocab_size",)),
@@ -69,7 +69,7 @@ _BY_RULE: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (HEADS, ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "rotary_dim", "v_head_dim")),
     (HEADS.or_null(), ("q_lora_rank",)),
     (one_of(1, 2).or_null(), ("num_ln_in_parallel_attn",)),
-    (POSITIONS, ("max_position_embeddings", "n_ctx", "n_positions")),
+    (POSITIONS, ("chunk_size", "max_position_embeddings", "n_ctx", "n_positions")),
     (POSITIONS.or_null(), ("original_max_position_embeddings", "sliding_window")),
     (EXPERTS, ("n_routed_experts", "num_experts", "num_experts_per_tok", "num_local_experts")),
     (EXPERTS, ("n_group", "topk_group")),

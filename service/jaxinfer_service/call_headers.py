@@ -12,6 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxinfer_service import control, servicer
 from jaxinfer_service.call_ids import ID_HEADER, TRACE_HEADER, read, within
 from jaxinfer_service.handlers import wrapped
+from jaxinfer_service.tracing import names
+from jaxinfer_service.tracing.current import note
 
 _SERVICES = (servicer.SERVICE_NAME, control.SERVICE_NAME)
 
@@ -29,6 +31,7 @@ class GrpcIds(grpc.aio.ServerInterceptor):
         def around(method: Callable[[bytes, Any], Awaitable[Any]]) -> Callable[..., Any]:
             async def call(data: bytes, context: grpc.aio.ServicerContext) -> Any:
                 with within(ids):
+                    note(names.REQUEST_ID, ids.request_id)
                     await context.send_initial_metadata(((ID_HEADER, ids.request_id),))
                     return await method(data, context)
 
@@ -56,4 +59,5 @@ class HttpIds:
             await send(message)
 
         with within(ids):
+            note(names.REQUEST_ID, ids.request_id)
             await self._app(scope, receive, answer)

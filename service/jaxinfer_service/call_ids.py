@@ -14,6 +14,8 @@ import uuid
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jaxinfer_service.tracing import current
+
 ID_HEADER, TRACE_HEADER = "x-request-id", "traceparent"
 _ID = re.compile("[!-~]{1,128}")  # what may be written into a header and a log as it is
 _TRACE = re.compile("(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}.*")
@@ -52,6 +54,6 @@ class AddIds(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if (ids := _current.get()) is not None:
             record.request_id = ids.request_id
-            if ids.trace_id:
-                record.trace_id = ids.trace_id
+            if trace_id := ids.trace_id or current.trace_id():
+                record.trace_id = trace_id
         return True

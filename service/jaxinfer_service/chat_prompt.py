@@ -15,8 +15,12 @@ def chat(
     template_options: Mapping[str, Any] | None = None,
     parse_reply: bool | None = None,
     parallel_tool_calls: bool = True,
+    tool_choice: str | Mapping[str, Any] = "auto",
 ) -> pb.Chat:
-    """A chat as a prompt of `Client`. Raises ValueError for a field that messages have not."""
+    """A chat as a prompt of `Client`; `tool_choice` is auto, none, required, or names a tool.
+
+    Raises ValueError for a field that messages have not, or a choice that there is not.
+    """
     found = pb.Chat(parallel_tool_calls=parallel_tool_calls)
     if parse_reply is not None:
         found.parse_reply = parse_reply
@@ -32,6 +36,11 @@ def chat(
         if "parameters" in function:
             function["parameters"] = json.dumps(function["parameters"])
         found.tools.add(**function)
+    if isinstance(tool_choice, str):
+        number: Any = pb.ToolChoice.Value(f"TOOL_CHOICE_{tool_choice.upper()}")
+        found.tool_choice = number
+    else:
+        found.tool_choice_name = tool_choice["function"]["name"]
     if template_options:
         found.template_options.update(template_options)
     return found

@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf import struct_pb2
 
 from jaxinfer.conversation import Conversation
 from jaxinfer.replies.formats import ReplyFormat
-from jaxinfer.replies.reader import replies_with
+from jaxinfer.replies.tool_use import AUTO, NONE, REQUIRED, Tool, ToolUse
 from jaxinfer.request import RequestError, Violation
 from jaxinfer.text import Delta
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
@@ -27,14 +26,34 @@ def conversation_of(chat: pb.Chat, form: ReplyFormat | None = None) -> Conversat
     if not chat.messages:
         raise RequestError([Violation("prompt", "has no messages; give at least one")])
     messages = [_message(index, message) for index, message in enumerate(chat.messages)]
-    schemas = _schemas(chat.tools)
-    tools = [_tool(tool, schemas[tool.name]) for tool in chat.tools]
+    use = tool_use_of(chat)
     options = {name: _plain(value) for name, value in chat.template_options.fields.items()}
     replies = None
     if form is not None and (chat.parse_reply if chat.HasField("parse_reply") else chat.tools):
-        parallel = not chat.HasField("parallel_tool_calls") or chat.parallel_tool_calls
-        replies = replies_with(form, schemas, parallel)
-    return Conversation(messages, tools, options, replies)
+        replies = use.replies(form)
+    return Conversation(messages, use.for_template, options, replies)
+
+
+def tool_use_of(chat: pb.Chat) -> ToolUse:
+    """Which tools may or must be called. Raises RequestError."""
+    parallel = not chat.HasField("parallel_tool_calls") or chat.parallel_tool_calls
+    tools = [_tool(index, tool) for index, tool in enumerate(chat.tools)]
+    if chat.WhichOneof("choice") == "tool_choice_name":
+        if not chat.tool_choice_name:
+            raise RequestError([Violation("tool_choice", "names no tool; give one of tools")])
+        return ToolUse(tools, named=chat.tool_choice_name, parallel=parallel)
+    if chat.tool_choice not in _CHOICES:
+        why = f"is {chat.tool_choice}, which is not known to this server"
+        raise RequestError([Violation("tool_choice", why)])
+    return ToolUse(tools, _CHOICES[chat.tool_choice], parallel=parallel)
+
+
+_CHOICES = {
+    pb.TOOL_CHOICE_UNSPECIFIED: AUTO,
+    pb.TOOL_CHOICE_AUTO: AUTO,
+    pb.TOOL_CHOICE_NONE: NONE,
+    pb.TOOL_CHOICE_REQUIRED: REQUIRED,
+}
 
 
 def _message(index: int, message: pb.ChatMessage) -> dict[str, Any]:
@@ -65,28 +84,17 @@ def _message(index: int, message: pb.ChatMessage) -> dict[str, Any]:
 _RESULT = ("tool_call_id", "tool")
 
 
-def _tool(tool: pb.Tool, schema: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": schema}
-    return {"type": "function", "function": function}
-
-
-def _schemas(tools: Sequence[pb.Tool]) -> dict[str, dict[str, Any]]:
-    """The schemas of the tools' parameters by their names."""
-    found: dict[str, dict[str, Any]] = {}
-    for index, tool in enumerate(tools):
-        if not tool.name or tool.name in found:
-            why = "is empty" if not tool.name else f"is {tool.name!r}, as another tool's"
-            raise RequestError([Violation(f"tools[{index}].name", f"{why}; names tell them apart")])
-        try:
-            schema = json.loads(tool.parameters or '{"type": "object", "properties": {}}')
-        except (ValueError, RecursionError) as error:
-            why = f"is no JSON: {error}"
-            raise RequestError([Violation(f"tools[{index}].parameters", why)]) from error
-        if not isinstance(schema, dict):
-            why = "is no JSON object; give a schema, or nothing where there are no parameters"
-            raise RequestError([Violation(f"tools[{index}].parameters", why)])
-        found[tool.name] = schema
-    return found
+def _tool(index: int, tool: pb.Tool) -> Tool:
+    """Raises RequestError where the parameters are no schema of an object."""
+    field = f"tools[{index}].function.parameters"
+    try:
+        schema = json.loads(tool.parameters) if tool.parameters else None
+    except (ValueError, RecursionError) as error:
+        raise RequestError([Violation(field, f"is no JSON: {error}")]) from error
+    if schema is not None and not isinstance(schema, dict):
+        why = "is no JSON object; give a schema, or nothing where there are no parameters"
+        raise RequestError([Violation(field, why)])
+    return Tool(tool.name, tool.description, schema, tool.strict)
 
 
 def _plain(value: struct_pb2.Value) -> Any:

@@ -10,7 +10,8 @@ A prompt is a text, token ids, or chat messages ({"role": ..., "content": ...}),
 samples, each chunk has its sample's `index`. Leaving the loop over a stream ends the request on the
 server. `generate_all` asks many prompts, so many at a time. Calls that a server could not take are
 tried again (`Connection`); those that fail raise grpc.RpcError, whose details `violations` reads.
-`control` is the stub of jaxinfer.v1.Control. `AsyncClient` is the same for asyncio.
+`control` is the stub of jaxinfer.v1.Control. Where the caller has a current span of OpenTelemetry,
+calls carry its `traceparent`. `AsyncClient` is the same for asyncio.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from jaxinfer_service import chat_prompt
 from jaxinfer_service.channel import Connection
 from jaxinfer_service.pb.jaxinfer.v1 import control_pb2_grpc, inference_pb2_grpc
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer_service.tracing.current import carried
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | pb.Chat
 _OF_REQUEST = ("priority", "tenant", "cache_salt", "add_special_tokens")
@@ -163,7 +165,8 @@ class Client:
         **asked: Unpack[Asked],
     ) -> pb.GenerateResponse:
         """The whole answer at once, within `timeout` seconds."""
-        return self.stub.Generate(generate_request(prompt, model, **asked), timeout=timeout)
+        request = generate_request(prompt, model, **asked)
+        return self.stub.Generate(request, timeout=timeout, metadata=carried())
 
     def stream(
         self,
@@ -175,7 +178,7 @@ class Client:
     ) -> Iterable[pb.GenerateChunk]:
         """The answer as it is made. The call has `cancel()`, which dropping it does too."""
         request = generate_request(prompt, model, **asked)
-        return self.stub.GenerateStream(request, timeout=timeout)
+        return self.stub.GenerateStream(request, timeout=timeout, metadata=carried())
 
     def generate_all(
         self,
@@ -202,11 +205,12 @@ class Client:
         return [call.result() for call in calls if not call.cancelled()]
 
     def tokenize(self, prompt: Prompt, model: str = "", **options: Any) -> list[int]:
-        return list(self.stub.Tokenize(tokenize_request(prompt, model, **options)).token_ids)
+        request = tokenize_request(prompt, model, **options)
+        return list(self.stub.Tokenize(request, metadata=carried()).token_ids)
 
     def detokenize(self, ids: Iterable[int], model: str = "", **options: Any) -> str:
         request = pb.DetokenizeRequest(model=model, token_ids=ids, **options)
-        return self.stub.Detokenize(request).text
+        return self.stub.Detokenize(request, metadata=carried()).text
 
     def is_serving(self, timeout: float = _CHECK_SECONDS) -> bool:
         """Whether the server says SERVING. Raises grpc.RpcError when it does not answer."""
@@ -279,7 +283,7 @@ class AsyncClient:
     ) -> pb.GenerateResponse:
         """The whole answer at once, within `timeout` seconds."""
         request = generate_request(prompt, model, **asked)
-        return await self.stub.Generate(request, timeout=timeout)
+        return await self.stub.Generate(request, timeout=timeout, metadata=carried())
 
     def stream(
         self,
@@ -291,7 +295,8 @@ class AsyncClient:
     ) -> AsyncStream:
         """The answer as it is made."""
         request = generate_request(prompt, model, **asked)
-        return AsyncStream(self.stub.GenerateStream(request, timeout=timeout))
+        call = self.stub.GenerateStream(request, timeout=timeout, metadata=carried())
+        return AsyncStream(call)
 
     async def generate_all(
         self,
@@ -322,12 +327,12 @@ class AsyncClient:
             await asyncio.gather(*calls, return_exceptions=True)
 
     async def tokenize(self, prompt: Prompt, model: str = "", **options: Any) -> list[int]:
-        answer = await self.stub.Tokenize(tokenize_request(prompt, model, **options))
-        return list(answer.token_ids)
+        request = tokenize_request(prompt, model, **options)
+        return list((await self.stub.Tokenize(request, metadata=carried())).token_ids)
 
     async def detokenize(self, ids: Iterable[int], model: str = "", **options: Any) -> str:
         request = pb.DetokenizeRequest(model=model, token_ids=ids, **options)
-        return (await self.stub.Detokenize(request)).text
+        return (await self.stub.Detokenize(request, metadata=carried())).text
 
     async def is_serving(self, timeout: float = _CHECK_SECONDS) -> bool:
         """Whether the server says SERVING. Raises grpc.RpcError when it does not answer."""

@@ -16,7 +16,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from starlette.types import ASGIApp
 
+from jaxinfer.engine_link import Observer
 from jaxinfer.frontend import Frontend
 from jaxinfer_service import control, reflection, servicer
 from jaxinfer_service.access import Access
@@ -37,8 +38,12 @@ from jaxinfer_service.http.server import HttpServer
 from jaxinfer_service.live import LiveView
 from jaxinfer_service.metrics.histograms import Histograms
 from jaxinfer_service.model import OpenedModel, ServedModel
+from jaxinfer_service.prompt_log import PromptLog, beginnings
 from jaxinfer_service.servicer import InferenceService
 from jaxinfer_service.tls import Tls
+from jaxinfer_service.tracing.calls import GrpcSpans, HttpSpans
+from jaxinfer_service.tracing.requests import RequestSpans
+from jaxinfer_service.tracing.setup import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +82,8 @@ class ServerConfig:
         access: who may call; its keys are read again on SIGHUP.
         tls: the certificate of both ports, read again on SIGHUP; None for neither.
         allowed_origins: of pages that may call over HTTP, as https://example.com; "*" is all.
+        tracing: where spans of calls and requests go; None records none.
+        log_prompts: characters of each prompt that the log has, and its span; None: no text at all.
         drain_timeout: seconds that running requests have to finish after SIGTERM.
         stall_limit: seconds without a step, while there is work, that count as a stall.
         failed_grace: seconds for which a server whose engine failed still says so before it ends.
@@ -89,6 +96,8 @@ class ServerConfig:
     access: Access = field(default_factory=Access)
     tls: Tls | None = None
     allowed_origins: tuple[str, ...] = ()
+    tracing: Tracing | None = None
+    log_prompts: int | None = None
     drain_timeout: float = 30.0
     stall_limit: float = 60.0
     failed_grace: float = 5.0
@@ -129,6 +138,11 @@ class Server:
         Raises ListenError, what `open_model` raises, or EngineFailedError; then nothing is left
         running.
         """
+        if on_signals:  # before anybody can see that it is there
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.shut_down)
+            loop.add_signal_handler(signal.SIGHUP, self.reload)
         check_listen(self.config.host, self.config.port)  # if both are taken, this one is named
         http = self._bind_http()
         try:
@@ -141,11 +155,6 @@ class Server:
         await server.start()
         if http is not None:
             http.start()
-        if on_signals:
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self.shut_down)
-            loop.add_signal_handler(signal.SIGHUP, self.reload)
         try:
             opened = await self._load()
             if opened is None:
@@ -158,12 +167,16 @@ class Server:
             if http is not None:
                 await http.stop(hurry)
             await server.stop(0 if hurry else _HANDLERS_GRACE)
+            if self.config.tracing is not None:
+                await self.config.tracing.close()
 
     def _bind_http(self) -> HttpServer | None:
         if self.config.http_port is None:
             return None
         listener = listen(self.config.host, self.config.http_port, "--http-port")
         app: ASGIApp = HttpIds(HttpGuard(self._http.app, self.config.access))
+        if self.config.tracing is not None:
+            app = HttpSpans(app, self.config.tracing.tracer)
         if self.config.allowed_origins:
             app = across_origins(app, self.config.allowed_origins)
         http = HttpServer(app, listener, self.config.tls)
@@ -172,8 +185,10 @@ class Server:
 
     def _bind(self) -> grpc.aio.Server:
         host, port = self.config.host, self.config.port
-        guard = GrpcGuard(self.config.access)
-        server = grpc.aio.server(options=_OPTIONS, interceptors=[GrpcIds(), guard])
+        passed = [GrpcIds(), GrpcGuard(self.config.access)]
+        if self.config.tracing is not None:
+            passed.insert(0, GrpcSpans(self.config.tracing.tracer))
+        server = grpc.aio.server(options=_OPTIONS, interceptors=passed)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             if self.config.tls is None:
@@ -214,7 +229,10 @@ class Server:
     async def _serve(self, opened: OpenedModel) -> None:
         histograms = Histograms(opened.text.limits.max_model_len)
         frontend = Frontend(
-            opened.text, opened.connect, self.config.stall_limit, observer=histograms
+            opened.text,
+            opened.connect,
+            self.config.stall_limit,
+            observers=[histograms, *self._tellers(opened)],
         )
         frontend.start()
         served = ServedModel(opened, frontend, histograms)
@@ -233,6 +251,15 @@ class Server:
         logger.info("stopped", extra=dataclasses.asdict(frontend.counters))
         if frontend.failure:
             raise EngineFailedError(f"the server has stopped because {frontend.failure}")
+
+    def _tellers(self, opened: OpenedModel) -> Iterator[Observer]:
+        """Who tells of single requests."""
+        most, shown = self.config.log_prompts, None
+        if most is not None:
+            shown = beginnings(opened.text, most)
+            yield PromptLog(shown)
+        if self.config.tracing is not None:
+            yield RequestSpans(self.config.tracing.tracer, opened.names[0], shown)
 
     async def _watch(self, served: ServedModel) -> None:
         """Keep health true to the engine's state, and count its steps while it remembers them."""

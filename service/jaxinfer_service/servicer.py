@@ -16,6 +16,8 @@ from jaxinfer_service.end_log import log_end
 from jaxinfer_service.handlers import Context, streaming, unary
 from jaxinfer_service.model import ServedModel, loaded
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
+from jaxinfer_service.tracing import names
+from jaxinfer_service.tracing.current import note
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _FOREVER = 1e9  # seconds; what gRPC gives as the time remaining of a call without deadline is more
@@ -64,6 +66,7 @@ class InferenceService:
 
     async def generate_stream(self, request: pb.GenerateRequest, context: Context) -> None:
         model = self._model(request.model)
+        note(names.REQUEST_STREAM, True)
         generated, scored, ends = 0, 0, list[Delta]()
         async with await self._submit(model, request, context) as stream:
             chunk = pb.GenerateChunk(request_id=stream.id, model=model.names[0])
@@ -101,6 +104,7 @@ class InferenceService:
 
     def _model(self, name: str) -> ServedModel:
         model = loaded(self.served)
+        note(names.REQUEST_MODEL, name or model.names[0])
         status.check_model(model.names, name)
         return model
 
@@ -112,8 +116,10 @@ class InferenceService:
             raise status.DeadlineError("the deadline had passed when the call came")
         if timeout is not None and timeout > _FOREVER:
             timeout = None
-        params, scheduling = wire.params_of(request.sampling), wire.scheduling_of(request)
-        special = wire.special_of(request)
+        scheduling, special = wire.scheduling_of(request), wire.special_of(request)
         with wire.named(request):
+            params = wire.held_params(request, model.opened.replies)
             prompt = wire.prompt_of(request, model.opened.replies)
-            return await model.frontend.submit(prompt, params, timeout, scheduling, special)
+            stream = await model.frontend.submit(prompt, params, timeout, scheduling, special)
+        note(names.RESPONSE_ID, stream.id)
+        return stream

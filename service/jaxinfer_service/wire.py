@@ -22,7 +22,7 @@ from jaxinfer.request import (
 from jaxinfer.structured import StructuredOutput
 from jaxinfer.text import AnyPrompt, Delta, Finish
 from jaxinfer_service.access import tenant_of
-from jaxinfer_service.chat_wire import conversation_of, fill_reply
+from jaxinfer_service.chat_wire import conversation_of, fill_reply, tool_use_of
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
 
 MOST_SCORED = 1024  # tokens of a prompt that a chunk says something of
@@ -88,23 +88,30 @@ def named(request: pb.GenerateRequest | pb.TokenizeRequest) -> Iterator[None]:
         yield
     except RequestError as error:
         kind = request.WhichOneof("prompt") or "prompt"
-        named = [Violation(_path(v.field, kind), v.message) for v in error.violations]
+        named = [Violation(_path(v.field, request, kind), v.message) for v in error.violations]
         raise RequestError(named) from error
 
 
-_OF_CHATS = {"tools": "chat.tools", "chat_template_kwargs": "chat.template_options"}
+_OF_CHATS = {
+    "tools": "chat.tools",
+    "tool_choice": "chat.tool_choice",
+    "chat_template_kwargs": "chat.template_options",
+}
 _LISTS = {"token_ids": "token_ids.ids", "chat": "chat.messages"}
 
 
-def _path(field: str, kind: str) -> str:
+def _path(field: str, request: pb.GenerateRequest | pb.TokenizeRequest, kind: str) -> str:
     """A field's path within the request's message: prompt[0] of a chat is chat.messages[0]."""
     name, bracket, rest = field.partition("[")
     if name in _OF_CHATS:
-        return _OF_CHATS[name] + bracket + rest
+        return _OF_CHATS[name] + bracket + rest.replace(".function.", ".")
+    own = isinstance(request, pb.GenerateRequest) and request.sampling.HasField("structured")
+    if name.partition(".")[0] == "structured" and not own:
+        return "chat.tools"  # which ask for a form themselves
     if name == "prompt":
         return (_LISTS[kind] if bracket else kind) + bracket + rest
-    own = name.partition(".")[0] in pb.Sampling.DESCRIPTOR.fields_by_name
-    return f"sampling.{field}" if own else field
+    sampling = name.partition(".")[0] in pb.Sampling.DESCRIPTOR.fields_by_name
+    return f"sampling.{field}" if sampling else field
 
 
 def params_of(sampling: pb.Sampling) -> dict[str, Any]:
@@ -133,6 +140,15 @@ def _structure(message: pb.StructuredOutput) -> StructuredOutput:
     if kind == "choice":
         return StructuredOutput.choice(message.choice.texts)
     return StructuredOutput(kind, getattr(message, kind))
+
+
+def held_params(request: pb.GenerateRequest, form: ReplyFormat) -> dict[str, Any]:
+    """The sampling parameters of a request, with what the tools of its chat ask of the reply, whose
+    calls have this form. Raises RequestError."""
+    params = params_of(request.sampling)
+    if request.WhichOneof("prompt") != "chat":
+        return params
+    return tool_use_of(request.chat).held(params, form)
 
 
 def scheduling_of(request: pb.GenerateRequest) -> Scheduling:

@@ -53,9 +53,14 @@ class _TextFormatter(logging.Formatter):
     """time LEVEL message key=value ..."""
 
     def format(self, record: logging.LogRecord) -> str:
-        pairs = [f"{key}={value}" for key, value in _extra(record).items()]
+        pairs = [f"{key}={_on_one_line(value)}" for key, value in _extra(record).items()]
         line = " ".join([_time(record), record.levelname, record.getMessage(), *pairs])
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _on_one_line(value: object) -> object:
+    """What was sent by others must not look like lines of the log."""
+    return repr(value) if isinstance(value, str) and not value.isprintable() else value
 
 
 class _JsonFormatter(logging.Formatter):

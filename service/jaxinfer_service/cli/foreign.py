@@ -11,6 +11,7 @@ _ONE_REPLICA = "a server is one replica: shard it with --tensor-parallel-size, o
 _CHECKPOINT = "the checkpoint's own is used; convert or edit the checkpoint instead"
 _NO_ADAPTERS = "adapters are not supported; merge them into the checkpoint"
 _ALWAYS = "is always on; leave it out"
+_LOG_PROMPTS = "use --log-prompts; --log-level debug has a line for each request that ends"
 _REQUEST = "is set by each request, not by the server"
 
 ADVICE: dict[str, str] = {
@@ -88,6 +89,10 @@ ADVICE: dict[str, str] = {
     "--tool-parser-plugin": "--tool-call-parser names those there are",
     "--seed": _REQUEST,
     "--disable-log-requests": "requests are logged with --log-level debug only; leave it out",
+    "--enable-trace": "use --otlp-endpoint",
+    "--collect-detailed-traces": "spans have the times of queue, prefill and decode; leave it out",
     "--uvicorn-log-level": "use --log-level",
-    "--max-log-len": "prompts are never logged; leave it out",
+    "--enable-log-requests": _LOG_PROMPTS,
+    "--log-requests": _LOG_PROMPTS,
+    "--enable-log-outputs": "outputs are never logged; leave it out",
 }

@@ -12,6 +12,7 @@ from typer.core import TyperCommand
 
 from jaxinfer_service.cli.foreign import ADVICE
 
+LOGGED = 1000  # characters of a prompt
 VARIABLES = "JAXINFER"  # JAXINFER_COMMAND_OPTION in the environment
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 _SIZE_UNITS = {
@@ -65,7 +66,8 @@ class Command(TyperCommand):
             if name in ADVICE:
                 error.message, error.possibilities = f"{name}: {ADVICE[name]}", []  # type: ignore[attr-defined]
             elif name and close:
-                hint = f"No such option: {name}. Did you mean {' or '.join(sorted(close))}?"
+                nearest = difflib.get_close_matches(name, close, cutoff=0.75) or sorted(close)
+                hint = f"No such option: {name}. Did you mean {' or '.join(nearest)}?"
                 error.message, error.possibilities = hint, []  # type: ignore[attr-defined]
             raise
 
@@ -105,6 +107,37 @@ LogFormat = Annotated[
     str,
     typer.Option(metavar="FORMAT", help="text or json, one line a record.", rich_help_panel=_LOG),
 ]
+
+LogPrompts = Annotated[
+    bool,
+    typer.Option(
+        "--log-prompts",
+        help="Log what is asked, and put it into spans.",
+        show_default="never",
+        rich_help_panel=_LOG,
+    ),
+]
+MaxLogLen = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Characters of each prompt that are logged.",
+        show_default=str(LOGGED),
+        rich_help_panel=_LOG,
+    ),
+]
+
+
+def logged_characters(log_prompts: bool, max_log_len: int | None) -> int | None:
+    """Characters of a prompt to log, None for none. Raises ValueError for a bound of nothing."""
+    if not log_prompts:
+        if max_log_len is not None:
+            raise ValueError(
+                "--max-log-len is given, and prompts are logged with --log-prompts only"
+            )
+        return None
+    return LOGGED if max_log_len is None else max_log_len
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -107,7 +107,7 @@ async def _run(
     from jaxinfer_service.model import ServedModel
 
     histograms = Histograms(opened.text.limits.max_model_len)
-    frontend = Frontend(opened.text, opened.connect, observer=histograms)
+    frontend = Frontend(opened.text, opened.connect, observers=[histograms])
     front = HttpFront("jaxinfer", LiveView())
     front.serve(ServedModel(opened, frontend, histograms))
     frontend.start()

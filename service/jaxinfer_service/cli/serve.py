@@ -108,6 +108,17 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = "jaxinfer",
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--otlp-endpoint",
+            "--otlp-traces-endpoint",
+            metavar="URL",
+            help="Send spans of requests there (OpenTelemetry), e.g. http://localhost:4317.",
+            show_default="the environment's, if any",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     drain_timeout: Annotated[
         float,
         typer.Option(
@@ -131,6 +142,8 @@ def serve(
     text: text_options.ReplyOptions,
     log_level: options.LogLevel = "info",
     log_format: options.LogFormat = "text",
+    log_prompts: options.LogPrompts = False,
+    max_log_len: options.MaxLogLen = None,
     config_file: ConfigFile = None,
 ) -> None:
     """Serve MODEL over gRPC and HTTP (OpenAI's API) until SIGTERM or Ctrl-C."""
@@ -138,6 +151,7 @@ def serve(
     from jaxinfer_service.access import Access
     from jaxinfer_service.http.origins import read_origins
     from jaxinfer_service.server import EngineFailedError, ServerConfig
+    from jaxinfer_service.tracing.setup import open_tracing
 
     try:
         source = Source.of(model, served_model_name, engine, text)
@@ -149,6 +163,8 @@ def serve(
             access=Access(api_keys),
             tls=_tls(tls_cert, tls_key, tls_client_ca),
             allowed_origins=read_origins(allowed_origins or ()),
+            tracing=open_tracing(otlp_endpoint),
+            log_prompts=options.logged_characters(log_prompts, max_log_len),
             drain_timeout=drain_timeout,
             stall_limit=stall_timeout,
         )

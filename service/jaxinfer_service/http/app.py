@@ -21,6 +21,8 @@ from jaxinfer_service.http.generation import Ask, answer, stream
 from jaxinfer_service.live import INTERVAL, MAP_CELLS, LiveView
 from jaxinfer_service.metrics.collector import Metrics
 from jaxinfer_service.model import ServedModel, loaded
+from jaxinfer_service.tracing import names
+from jaxinfer_service.tracing.current import note
 
 
 class HttpFront:
@@ -59,6 +61,7 @@ class HttpFront:
         """The served model. Raises EngineStoppedError while there is none, ModelNotFoundError for
         the name of another."""
         model = loaded(self.served)
+        note(names.REQUEST_MODEL, name or model.names[0])
         status.check_model(model.names, name)
         return model
 
@@ -84,6 +87,7 @@ class HttpFront:
     async def _generate(
         self, asks: list[Ask], shape: answers.Shape, body: schema.Sampling, request: Request
     ) -> Response:
+        note(names.REQUEST_STREAM, bool(body.stream))
         if not body.stream:
             return await answer(asks, shape, request)
         with_usage = body.stream_options is not None and body.stream_options.include_usage

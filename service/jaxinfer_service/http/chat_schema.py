@@ -8,11 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from jaxinfer.conversation import Conversation
-from jaxinfer.replies.formats import TOLD, ReplyFormat
-from jaxinfer.replies.promised import only_calls, tagged_calls
-from jaxinfer.replies.reader import replies_with
-from jaxinfer.request import RequestError, Violation
-from jaxinfer.structured import StructuredOutput
+from jaxinfer.replies import tool_use
+from jaxinfer.replies.formats import ReplyFormat
+from jaxinfer.request import RequestError
 from jaxinfer_service.http.strict import Body, Listed, Several
 
 MOST_TOOLS = 1024  # of a request
@@ -115,12 +113,10 @@ class Tool(Body):
     function: Function
 
     @property
-    def for_template(self) -> dict[str, Any]:
-        """As templates know it, which all want a description and parameters."""
+    def offered(self) -> tool_use.Tool:
         function = self.function
-        parameters = function.parameters or {"type": "object", "properties": {}}
-        told = {"name": function.name, "description": function.description or ""}
-        return {"type": self.type, "function": told | {"parameters": parameters}}
+        description, strict = function.description or "", bool(function.strict)
+        return tool_use.Tool(function.name, description, function.parameters, strict)
 
 
 class NamedFunction(Body):
@@ -157,19 +153,23 @@ class Templated(Body):
 
     @model_validator(mode="after")
     def _choice_of_tools(self) -> Templated:
-        names: set[str] = set()
-        for tool in self.tools or ():
-            if tool.function.name in names:
-                raise ValueError(f"tools has {tool.function.name!r} more than once")
-            names.add(tool.function.name)
-        choice = self.tool_choice
-        if choice not in (None, "none") and not names:
+        try:
+            self.tool_use()
+        except RequestError as error:
+            (wrong,) = error.violations
+            raise ValueError(f"{wrong.field} {wrong.message}") from error
+        if self.tool_choice == "auto" and not self.tools:
             raise ValueError("tool_choice is given, and there are no tools")
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise ValueError(f"tool_choice names {choice.function.name!r}, which is none of tools")
         if self.reasoning_effort and "reasoning_effort" in (self.chat_template_kwargs or {}):
             raise ValueError("reasoning_effort is given in chat_template_kwargs too; give one")
         return self
+
+    def tool_use(self, parallel: bool = True) -> tool_use.ToolUse:
+        """Which tools may or must be called."""
+        offered, choice = [tool.offered for tool in self.tools or ()], self.tool_choice
+        if isinstance(choice, NamedTool):
+            return tool_use.ToolUse(offered, named=choice.function.name, parallel=parallel)
+        return tool_use.ToolUse(offered, choice or tool_use.AUTO, parallel=parallel)
 
     def conversation(
         self, messages: Sequence[Message], form: ReplyFormat | None = None, parallel: bool = True
@@ -179,52 +179,10 @@ class Templated(Body):
         options = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort:
             options["reasoning_effort"] = self.reasoning_effort
-        tools = [] if self.tool_choice == "none" else self.tools or []
-        replies = None
-        if form is not None:
-            schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
-            replies = replies_with(form, schemas, parallel, self._must_call)
+        use = self.tool_use(parallel)
+        replies = None if form is None else use.replies(form)
         asked = [message.for_template for message in messages]
-        return Conversation(asked, [tool.for_template for tool in tools], options, replies)
-
-    @property
-    def _must_call(self) -> bool:
-        return self.tool_choice not in (None, "auto", "none")
-
-    def promised_calls(self, parallel: bool) -> StructuredOutput | None:
-        """The form of a reply that must be calls; None where it may be something else."""
-        choice = self.tool_choice
-        if not self._must_call:
-            return None
-        named = choice.function.name if isinstance(choice, NamedTool) else ""
-        schemas = {
-            tool.function.name: tool.function.parameters or {}
-            for tool in self.tools or ()
-            if named in ("", tool.function.name)
-        }
-        return only_calls(schemas, several=parallel and not named)
-
-    def strict_calls(self, form: ReplyFormat) -> StructuredOutput | None:
-        """The form of a reply that may have calls, some of them strict ones; None without these.
-
-        Raises RequestError where a model writes calls in a form that it cannot be held to.
-        """
-        tools = self.tools or ()
-        strict = [index for index, tool in enumerate(tools) if tool.function.strict]
-        if not strict or self._must_call or self.tool_choice == "none":
-            return None
-        if form.tool_parser != TOLD:
-            why = (
-                "is true, to which calls in this model's form are held with tool_choice required or"
-                " a function's name only; set that, or leave it out"
-            )
-            raise RequestError([Violation(f"tools[{strict[0]}].function.strict", why)])
-        return tagged_calls(
-            {
-                tool.function.name: tool.function.parameters if tool.function.strict else None
-                for tool in tools
-            }
-        )
+        return Conversation(asked, use.for_template, options, replies)
 
 
 BODIES = (TextPart, CalledFunction, ToolCall, Message, Function, Tool, NamedFunction, NamedTool)

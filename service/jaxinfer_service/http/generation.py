@@ -27,6 +27,8 @@ from jaxinfer_service.http.answers import Call, Choice, Echoed, Shape, usage
 from jaxinfer_service.http.echo import Prefaced
 from jaxinfer_service.http.schema import Sampling, check_tokens
 from jaxinfer_service.model import ServedModel
+from jaxinfer_service.tracing import names
+from jaxinfer_service.tracing.current import note
 
 DONE = b"data: [DONE]\n\n"
 LEFT = 499  # the status of a call whose client left, which nobody reads
@@ -57,10 +59,10 @@ class Ask:
             if room > 0:
                 params = params | {"max_new_tokens": min(self.usual_length, room)}
         scheduling = Scheduling(body.priority, tenant_of(body.tenant), body.cache_salt or "")
-        replies = self.prompt.replies if isinstance(self.prompt, Conversation) else None
+        chat = self.prompt if isinstance(self.prompt, Conversation) else None
         with body.named():
             return await self.model.frontend.submit(
-                ids, params, body.timeout, scheduling, replies=replies
+                ids, params, body.timeout, scheduling, conversation=chat
             )
 
 
@@ -100,7 +102,9 @@ class Started:
         return sum(len(stream.prompt) for stream in self.streams)
 
     def call(self, prefix: str) -> Call:
-        return Call(f"{prefix}-{self.streams[0].id}", self._asks[0].model.names[0])
+        call = Call(f"{prefix}-{self.streams[0].id}", self._asks[0].model.names[0])
+        note(names.RESPONSE_ID, call.id)
+        return call
 
     @property
     def samples(self) -> list[int]:

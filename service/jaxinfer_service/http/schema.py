@@ -190,7 +190,7 @@ class ChatCompletion(Sampling, Templated):
         return self
 
     def _forms(self) -> dict[str, StructuredOutput]:
-        calls = self.promised_calls(self.parallel_tool_calls is not False)
+        calls = self.tool_use(self.parallel_tool_calls is not False).promised()
         return super()._forms() | ({"tools": calls} if calls else {})
 
     def params_of(self, form: ReplyFormat) -> dict[str, Any]:
@@ -198,14 +198,8 @@ class ChatCompletion(Sampling, Templated):
 
         Raises RequestError where it cannot be promised.
         """
-        given = self.params()
-        strict = self.strict_calls(form)
-        if strict is None:
-            return given
-        if "structured" in given:
-            why = "has strict ones, and the answer is to have another form too; it has one"
-            raise RequestError([Violation("tools", why)])
-        return given | {"structured": strict}
+        use = self.tool_use()
+        return self.params() if use.must_call else use.held(self.params(), form)
 
     def params(self) -> dict[str, Any]:
         given = super().params()

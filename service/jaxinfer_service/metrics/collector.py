@@ -101,6 +101,7 @@ class _Families:
         usage = used / max(free + cached + used, 1)
         yield self._gauge("num_requests_running", "Requests that run.", load.running)
         yield self._gauge("num_requests_waiting", "Requests that wait for a slot.", load.waiting)
+        yield self._waiting()
         yield self._gauge("kv_cache_usage_perc", "KV pages in use; 1 is all of them.", usage)
         yield self._gauge("gpu_cache_usage_perc", "Old name of kv_cache_usage_perc.", usage)
         config = self._served.opened.config
@@ -116,6 +117,21 @@ class _Families:
         )
         family.add_metric([*self._labels, *said.values()], 1.0)
         yield family
+
+    def _waiting(self) -> Metric:
+        load = self._load
+        family = GaugeMetricFamily(
+            f"{self._prefix}:num_requests_waiting_by_reason",
+            "Requests that wait: for capacity (a slot or pages), deferred while their grammar is"
+            " read, preempted, for capacity to go on, or held, for a slow reader.",
+            labels=[*LABELS, "reason"],
+        )
+        capacity = load.waiting - load.deferred - load.preempted - load.held
+        family.add_metric([*self._labels, "capacity"], capacity)
+        family.add_metric([*self._labels, "deferred"], load.deferred)
+        family.add_metric([*self._labels, "preempted"], load.preempted)
+        family.add_metric([*self._labels, "held"], load.held)
+        return family
 
     def _requests(self) -> Iterator[Metric]:
         counters = self._load.counters

@@ -6,6 +6,7 @@ import bisect
 import itertools
 from collections.abc import Sequence
 
+from jaxinfer.engine_link import Observer
 from jaxinfer.load import StepRecord
 from jaxinfer.request import FinishReason
 from jaxinfer.stream import Sample
@@ -52,7 +53,7 @@ class Histogram:
         return list(zip(ends, map(float, itertools.accumulate(self.counts))))
 
 
-class Histograms:
+class Histograms(Observer):
     """All of them. What a request did not come to, a first token say, is not counted for it.
 
     `max_model_len` is the largest number of tokens of a request.

@@ -1,0 +1,1 @@
+"""Spans of calls and requests, sent to an OpenTelemetry collector."""
