@@ -238,3 +238,17 @@ def abstract(kind: Kind, outputs: int, columns: int) -> QuantisedWeight:
 def test_the_body_follows_from_device_and_features(device, kind, shape, x_dtype, body, why):
     chosen = choose_body(device, abstract(KINDS[kind], *shape), x_dtype)
     assert chosen.implementation == body and why in chosen.why and bool(chosen.why) == bool(why)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "float8", "w8a8 float8"])
+def test_numbers_of_weights_are_not_all_there_at_once(kind):
+    """Weights are arguments of a program: XLA would make numbers of all of them first."""
+    weights = [random_weight(KINDS[kind], 256, 256, seed=seed)[0] for seed in range(6)]
+
+    def layers(x, weights):
+        for weight in weights:
+            x = jnp.tanh(quantised_matmul(x, weight, implementation="reference"))
+        return x
+
+    program = jax.jit(layers).lower(jnp.zeros((4, 256)), weights).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 2 * 256 * 256 * 4

@@ -36,7 +36,7 @@ from jaxinfer.models.hf_config import check_sizes
 from jaxinfer.params import ParamSpec, Tree, map_named_specs, map_specs, named_leaves
 from jaxinfer.quantization.kinds import KINDS, NONE, Layout
 from jaxinfer.quantization.quantise import placing
-from jaxinfer.quantization.weight import Layouts, Quantised, quantised_specs
+from jaxinfer.quantization.weight import Layouts, Quantised, own_layouts, quantised_specs
 from jaxinfer.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
@@ -208,7 +208,10 @@ def restore(
     specs = family_of(manifest.config.family).param_specs(manifest.config)
     wanted, quantised = quantization or manifest.quantization, manifest.quantization != NONE
     if quantised:
-        specs = quantised_specs(specs, wanted, dtype, manifest.layouts)
+        layouts = own_layouts(specs, manifest.quantization)
+        if manifest.layouts is not None:
+            layouts = manifest.layouts
+        specs = quantised_specs(specs, wanted, dtype, layouts)
     spec_of = dict(named_leaves(specs))
     put = placing(NONE if quantised else wanted, dtype, sharding_of)
 

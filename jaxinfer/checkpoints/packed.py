@@ -109,6 +109,8 @@ def _common_layout(packed: Packed, hf: HfSource, spec: ParamSpec) -> Layout | No
         return None
     if hf.encoded or (lead and not hf.each) or (lead and layout.order):
         return None
+    if layout.order and spec.axes[0] == "heads":  # kernels of latents know of none
+        return None
     if (columns % (layout.group or columns)) or (layout.bits == 4 and spec.shape[-1] % 2):
         return None
     if hf.combine is None:

@@ -95,7 +95,7 @@ class Kind:
             terms.
         platforms: of devices that it is served on.
         what: in words.
-        vocabulary: whether the embedding and the head are rounded too; 4-bit kinds have 8 for them.
+        vocabulary: whether the embedding and the head are rounded too.
     """
 
     layout: Layout
@@ -105,19 +105,24 @@ class Kind:
     vocabulary: bool = True
 
     @property
-    def products(self) -> int:
-        """Products of one term with another that a product is made of."""
-        return self.layout.terms * (2 if self.activations == "int8_pair" else 1)
+    def stored(self) -> Values:
+        """What an entry of its own layout is."""
+        return self.layout.values
 
     @property
     def dequantised(self) -> bool:
         """Whether XLA makes numbers of the weights to multiply with them."""
-        return self.activations == "as_given" or self.layout.values != "int8"
+        return self.activations == "as_given" or self.stored == "float8_e4m3fn"
+
+    @property
+    def products(self) -> int:
+        """Products of one term with another that a product is made of."""
+        return self.layout.terms * (2 if self.activations == "int8_pair" else 1)
 
 
 NONE, AUTO = "none", "auto"
 _PAIRS, _FLOAT8 = Layout(terms=2), Layout("float8_e4m3fn")
-_INT4, _MXFP4 = Layout("int4", 128, zeros="uint8"), Layout("float4_e2m1fn", 32, scales="bfloat16")
+_INT4, _MXFP4 = Layout("int4", 128), Layout("float4_e2m1fn", 32, scales="bfloat16")
 _BLOCKS = Layout("float8_e4m3fn", 128, 128)
 _CPU, _ALL = ("cpu",), ("cpu", "cuda")
 KINDS = {
@@ -125,8 +130,8 @@ KINDS = {
     "w8a8": Kind(Layout(), "int8", _ALL, "int8 weights and activations"),
     "w8a8-hl": Kind(Layout(), "int8_pair", _CPU, "int8 weights, activations in two int8 terms"),
     "w16a16": Kind(_PAIRS, "int8_pair", _CPU, "weights and activations in two int8 terms each"),
-    "int4": Kind(_INT4, "as_given", _ALL, "int4 weights in groups of up to 128"),
-    "mxfp4": Kind(_MXFP4, "as_given", _CPU, "4-bit floats in groups of 32"),
+    "int4": Kind(_INT4, "as_given", _ALL, "int4 weights in groups of up to 128", False),
+    "mxfp4": Kind(_MXFP4, "as_given", _CPU, "4-bit floats in groups of 32", False),
     "fp8": Kind(_FLOAT8, "as_given", _ALL, "float8 weights", False),
     "fp8-block": Kind(_BLOCKS, "as_given", _ALL, "float8 weights, 128 x 128 blocks", False),
     "w8a8-fp8": Kind(_FLOAT8, "float8_e4m3fn", _ALL, "float8 weights and activations", False),

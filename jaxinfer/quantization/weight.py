@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxinfer.params import Init, ParamSpec, Tree, is_spec, map_named_specs
+from jaxinfer.params import Init, ParamSpec, Tree, is_spec, map_named_specs, named_leaves
 from jaxinfer.quantization.kinds import KINDS, NONE, Activations, Kind, Layout
 from jaxinfer.sharding import on_each_device, partition_spec
 from pallas_kernels.quantised_matmul import (
@@ -86,6 +86,16 @@ class Quantised:
         return (*axes, last * (8 // self.layout.bits))
 
     @property
+    def bits(self) -> int:
+        """Of a value."""
+        return self.layout.bits
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of the flat matrix that share a scale."""
+        return self.layout.rows, self.layout.group or math.prod(self.shape[-self.inputs :])
+
+    @property
     def terms(self) -> list[QuantisedWeight]:
         """Matrices [N, K], or [E, N, K], that add up to it."""
         parts = [(self.values, self.scales)]
@@ -95,14 +105,13 @@ class Quantised:
 
     def _matrix(self, values: Any, scales: Any) -> QuantisedWeight:
         lead = self.shape[:1] if self.experts else ()
-        columns = math.prod(self.shape[-self.inputs :])
         return QuantisedWeight(
             values.reshape(*lead, -1, math.prod(values.shape[-self.inputs :])),
             scales,
             self.zeros,
             self.order,
-            bits=self.layout.bits,
-            block=(self.layout.rows, self.layout.group or columns),
+            bits=self.bits,
+            block=self.block,
             activations=self.activations,
             codes="e2m1" if self.layout.values == "float4_e2m1fn" else "integers",
         )
@@ -152,6 +161,8 @@ def multiply(x: Float[Array, "T K"], weight: Quantised, out_dtype: Any) -> Float
     if body == "reference" or mesh is None:
         return multiply_own(x, weight, out_dtype)
     # Kernels are opaque to the compiler's partitioner.
+    if weight.order is not None:  # which is of all devices' columns
+        x, weight = x[:, weight.order], dataclasses.replace(weight, order=None)
     outputs, inputs = partition_spec((weight.axes[0], weight.axes[-weight.inputs]))
 
     def part(x: Array, weight: Quantised) -> Array:
@@ -232,12 +243,9 @@ def own_layout(spec: ParamSpec, kind: Kind) -> Layout | None:
     Groups of columns do not reach over what devices may have to divide, nor blocks of rows over
     those that others come between.
     """
-    vocabulary = spec.axes[0] == "vocab"
-    if not spec.inputs or (vocabulary and not kind.vocabulary):
+    if not spec.inputs or (spec.axes[0] == "vocab" and not kind.vocabulary):
         return None
     layout, columns = kind.layout, spec.shape[-1]
-    if vocabulary and layout.bits == 4:
-        return Layout()
     outputs = spec.shape[1 if spec.axes[0] == "experts" else 0 : -spec.inputs]
     if len(outputs) > 1:
         layout = dataclasses.replace(layout, rows=math.gcd(layout.rows, outputs[-1]))
@@ -246,6 +254,13 @@ def own_layout(spec: ParamSpec, kind: Kind) -> Layout | None:
         units = [columns // MOST_SHARDS, columns]
     by_row = Layout() if layout.bits == 4 else dataclasses.replace(layout, group=0, rows=1)
     return next((fit for unit in units if (fit := layout.fitted(unit))), by_row)
+
+
+def own_layouts(specs: Tree, quantization: str) -> Layouts:
+    """What a kind makes of each parameter, by its name."""
+    kind = KINDS[quantization]
+    found = ((path, own_layout(spec, kind)) for path, spec in named_leaves(specs))
+    return {path: layout for path, layout in found if layout is not None}
 
 
 def activations_for(layout: Layout, kind: Kind) -> Activations:
@@ -262,9 +277,10 @@ def quantised_specs(
     if quantization == NONE:
         return specs
     kind = KINDS[quantization]
+    given = own_layouts(specs, quantization) if layouts is None else layouts
 
     def of(path: str, spec: ParamSpec) -> ParamSpec | Quantised:
-        layout = own_layout(spec, kind) if layouts is None else layouts.get(path)
+        layout = given.get(path)
         if layout is None:
             return spec
         return quantised_spec(spec, layout, activations_for(layout, kind), dtype)

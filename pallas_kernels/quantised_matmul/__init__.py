@@ -32,14 +32,12 @@ def quantised_matmul(
     add what several found takes a launch more. Raises ValueError for a weight whose parts do not
     fit each other, or x, and by kernels for what they do not multiply.
     """
+    interpret = implementation.endswith("_interpreted")
     _check(x, weight, implementation)
     out_dtype = out_dtype or x.dtype
     if implementation == "reference":
         return reference.quantised_matmul(x, weight, out_dtype=out_dtype)
-    how: dict[str, Any] = {
-        "out_dtype": out_dtype,
-        "interpret": implementation.endswith("_interpreted"),
-    }
+    how: dict[str, Any] = {"out_dtype": out_dtype, "interpret": interpret}
     if isinstance(weight, QuantisedWeight) and _by_mosaic(x, weight, implementation):
         return mosaic.quantised_matmul(x, weight, **how)
     return triton.quantised_matmul(x, weight, splits=splits, **how)
@@ -52,9 +50,9 @@ def _check(x: Array, weight: Any, implementation: Implementation) -> None:
     if len(weight.shape) != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"weight: a matrix {list(weight.shape)} for x of {list(x.shape)}")
     read = not isinstance(weight, QuantisedWeight) or weight.integral
-    if implementation == "reference" or (implementation.endswith("_interpreted") and read):
-        return
-    if why := problem(weight, x.dtype):
+    compiled = implementation != "reference" and not implementation.endswith("_interpreted")
+    wanted = compiled or (implementation != "reference" and not read)
+    if wanted and (why := problem(weight, x.dtype)):
         raise ValueError(f"weight: {why}")
 
 

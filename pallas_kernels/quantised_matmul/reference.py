@@ -37,13 +37,16 @@ def quantised_matmul(
     if taken.values.dtype == jnp.int8:
         product = _of_integers(taken.values, weight)
     else:
-        whole = dequantise(QuantisedWeight(weight.values, weight.scales, block=weight.block))
-        product = _dot(taken.values.astype(jnp.float32), whole, jnp.float32)
+        rows, stored = lax.optimization_barrier((taken.values, weight))
+        whole = dequantise(QuantisedWeight(stored.values, stored.scales, block=weight.block))
+        product = _dot(rows.astype(jnp.float32), whole, jnp.float32)
     return taken.total(product * taken.scales[:, None]).astype(out_dtype)
 
 
 def _as_given(x: Float[Array, "M K"], weight: QuantisedWeight, out_dtype: Any) -> Array:
-    if weight.groups > 1:
+    # Nothing else keeps XLA from having the numbers of all layers' weights at once.
+    x, weight = lax.optimization_barrier((x, weight))
+    if weight.groups > 1 or not weight.integral:
         return _dot(x, dequantise(weight, x.dtype), jnp.float32).astype(out_dtype)
     x = x if weight.order is None else x[:, weight.order]
     product = _dot(x, integers(weight).astype(x.dtype), jnp.float32)

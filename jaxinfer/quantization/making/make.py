@@ -69,7 +69,10 @@ class Settings:
         return "int4" if self.bits == 4 else "int8"
 
     def layout(self, spec: ParamSpec) -> Layout | None:
-        """Of a parameter; groups are halved until they divide it."""
+        """Of a parameter; groups are halved until they divide it. The vocabulary, which answers
+        depend on most, has 8 bits and one scale a row."""
+        if spec.axes[0] == "vocab":
+            return Layout() if spec.inputs else None
         zeros: Any = "uint8" if self.bits == 4 else ""
         wanted = Layout("int4" if self.bits == 4 else "int8", max(self.group_size, 0), zeros=zeros)
         return own_layout(spec, dataclasses.replace(KINDS[self.kind], layout=wanted))
