@@ -134,14 +134,10 @@ class Plan:
         assert mesh is not None
         ways, whole = mesh.shape["model"], replicated(mesh)
         rows, activation, collectives = 0, 0, Counter[str]()
-        kind = KINDS.get(self.quantization)
         layers: tuple[str, ...] = ()
         launches: tuple[int, ...] = ()
         counts: set[int] = set()  # rows of activations
-        owned = [
-            own_part(param, ways, ENGINE.dtype)
-            for param in jax.tree.leaves(self.specs, is_leaf=_is_weight)
-        ]
+        owned = self._owned(ways)
         updated: Tree
         taken: Tree
         match program.key:
@@ -151,15 +147,10 @@ class Plan:
                 widest = widest_activation(config, ways) * jnp.dtype(ENGINE.dtype).itemsize
                 activation = widest * tokens
                 layers = _layer_kinds(config)
-                if not shape.chunk:
-                    more = SHARDED_LAUNCHES if ways > 1 else 0
-                    if kind is not None and kind.activations != "as_given":
-                        more += ROUNDING_LAUNCHES
-                    launches = tuple(LAUNCHES[layer] + more for layer in layers)
+                launches = () if shape.chunk else self._launches(layers, ways)
                 if ways > 1:  # attention and MLP of every layer, embedding; logits
-                    collectives = Counter(
-                        {"all-reduce": 2 * config.num_layers + 1, "all-gather": 1}
-                    )
+                    sums = 2 * config.num_layers + 1
+                    collectives = Counter({"all-reduce": sums, "all-gather": 1})
                 updated, taken = (pools, slots), (params, pools, slots)
                 load = whole if any(layer.endswith("experts") for layer in layers) else None
                 hidden = whole if shape.chunk else None
@@ -198,6 +189,18 @@ class Plan:
             weight_bytes=sum(map(_stored_bytes, owned)) if layers else 0,
             matrices=frozenset(m for part in owned for m in _matrix(part) if m[0] not in counts),
         )
+
+    def _owned(self, ways: int) -> list[Any]:
+        """What a device has of every parameter."""
+        params = jax.tree.leaves(self.specs, is_leaf=_is_weight)
+        return [own_part(param, ways, ENGINE.dtype) for param in params]
+
+    def _launches(self, layers: tuple[str, ...], ways: int) -> tuple[int, ...]:
+        """How many each layer of a decode step may take."""
+        kind, more = KINDS.get(self.quantization), SHARDED_LAUNCHES if ways > 1 else 0
+        if kind is not None and kind.activations != "as_given":
+            more += ROUNDING_LAUNCHES
+        return tuple(LAUNCHES[layer] + more for layer in layers)
 
 
 def make_plan(target: GpuTarget, served: Served, layers: int | None = None) -> Plan:
