@@ -24,7 +24,7 @@ from jaxinfer.models import family_of
 from jaxinfer.page_transfer import BATCH, MOST_BATCHES
 from jaxinfer.params import named_leaves
 from jaxinfer.platform import allocator_fraction
-from jaxinfer.quantization.kinds import KINDS, NONE
+from jaxinfer.quantization.kinds import KINDS, NONE, Kind
 from jaxinfer.sizes import size_text
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
 from jaxinfer.step_plan import MAX_PIECES, SCORED_ROWS
@@ -114,31 +114,35 @@ def device_memory(device: Device) -> tuple[int, int]:
 
 
 def workspace_bytes(
-    model: ModelConfig, config: EngineConfig, itemsize: int, by_kernels: bool = False
+    model: ModelConfig, config: EngineConfig, itemsize: int, made: int | None = None
 ) -> int:
     """Bound on a program's temporaries (twice the logits, twice the widest activation, slack) and
     on what goes from one program to the next: logits, with what `forbid` leaves of them, and a
     chunk's last activations, twice.
 
-    Quantised weights: as many of both as products are made of; where activations are not rounded,
-    the largest matrix in their dtype, unless kernels multiply.
+    Quantised weights: as many of both as products are made of; and `made`, the bytes of the largest
+    matrix that XLA makes numbers of to multiply with it (None: as the kind has it).
     """
     rows = config.max_num_seqs + config.max_num_batched_tokens
-    widest, products, matrix = widest_activation(model), 1, 0
-    if kind := KINDS.get(config.quantization or NONE):
-        products = kind.products
-        if not by_kernels and kind.dequantised:
-            specs = named_leaves(family_of(model.family).param_specs(model))
-            shapes = [
-                spec.shape[spec.axes[0] == "experts" :]
-                for _, spec in specs
-                if spec.inputs and (kind.vocabulary or spec.axes[0] != "vocab")
-            ]
-            matrix = max(map(math.prod, shapes)) * (itemsize if kind.layout.values == "int8" else 4)
+    kind = KINDS.get(config.quantization or NONE)
+    widest, products = widest_activation(model), kind.products if kind else 1
+    if made is None:
+        made = _largest_made(model, kind, itemsize) if kind else 0
     logits = 4 * model.vocab_size * max(config.max_num_seqs + MAX_PIECES, SCORED_ROWS)
     values = 2 * products * rows * widest * max(itemsize, 4)
     hidden = 2 * config.max_num_batched_tokens * model.hidden_size * itemsize
-    return (2 + 2 * products) * logits + values + hidden + matrix + WORKSPACE_SLACK
+    return (2 + 2 * products) * logits + values + hidden + made + WORKSPACE_SLACK
+
+
+def _largest_made(model: ModelConfig, kind: Kind, itemsize: int) -> int:
+    if not kind.dequantised:
+        return 0
+    shapes = [
+        spec.shape[spec.axes[0] == "experts" :]
+        for _, spec in named_leaves(family_of(model.family).param_specs(model))
+        if spec.inputs and (kind.vocabulary or spec.axes[0] != "vocab")
+    ]
+    return max(map(math.prod, shapes)) * (itemsize if kind.layout.values == "int8" else 4)
 
 
 def widest_activation(model: ModelConfig, ways: int = 1) -> int:
@@ -177,12 +181,12 @@ def plan_memory(
     weights_bytes: int,
     slot_bytes: int,
     device: Device,
-    by_kernels: bool = False,
+    made: int | None = None,
 ) -> tuple[MemoryPlan, tuple[KVGroup, ...]]:
     """Divide the device's memory. Raises MemoryPlanError naming what does not fit and what to do.
 
     With tensor parallelism the figures are of one device, over which heads are divided.
-    `by_kernels`: no quantised weight is made numbers of to multiply with it.
+    `made`: see `workspace_bytes`.
     """
     kv_dtype = config.pages
     total, limit = device_memory(device)
@@ -191,7 +195,7 @@ def plan_memory(
         available = psutil.virtual_memory().available + weights_bytes + slot_bytes
         usable = min(usable, available)
     itemsize = jax.numpy.dtype(config.dtype).itemsize
-    workspace = workspace_bytes(model, config, itemsize, by_kernels)
+    workspace = workspace_bytes(model, config, itemsize, made)
     host, batch = _offload_bytes(model, config, kv_dtype)
     workspace, transfer = max(workspace, 2 * batch), 2 * MOST_BATCHES * batch
     if device.platform == "cpu":

@@ -38,7 +38,7 @@ from jaxinfer.programs import (
 from jaxinfer.quantization.kinds import KINDS, NONE
 from jaxinfer.quantization.multipliers import with_multipliers
 from jaxinfer.quantization.savings import savings
-from jaxinfer.quantization.weight import specs_of
+from jaxinfer.quantization.weight import largest_made, specs_of
 from jaxinfer.runner import Runner
 from jaxinfer.scheduler import Scheduler
 from jaxinfer.sharding import (
@@ -117,10 +117,8 @@ def build_engine(
     if why:
         logger.warning("weights are multiplied by XLA, not by kernels: %s (docs/kernels.md)", why)
     weights, kept = _bytes_on_one(params), _bytes_on_one((slots, options, history))
-    by_kernels = device.platform != "cpu" and not why
-    memory, groups = plan_memory(
-        served, config, max_model_len, weights, kept, device, by_kernels=by_kernels
-    )
+    made = 0 if device.platform != "cpu" and not why else largest_made(params)
+    memory, groups = plan_memory(served, config, max_model_len, weights, kept, device, made=made)
     for line in memory.lines(groups, max_model_len):
         logger.info(line)
     saved = savings(served, config, memory, groups, max_model_len, mesh)

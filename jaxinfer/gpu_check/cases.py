@@ -250,7 +250,7 @@ def make_plan(target: GpuTarget, served: Served, layers: int | None = None) -> P
         weights,
         device_bytes(others),
         target,  # type: ignore[arg-type]
-        by_kernels=True,
+        made=0,
     )
     groups = tuple(
         dataclasses.replace(g, layers=tuple(i for i, own in enumerate(kept) if own in g.layers))

@@ -96,6 +96,14 @@ class Quantised:
         return self.layout.rows, self.layout.group or math.prod(self.shape[-self.inputs :])
 
     @property
+    def made(self) -> int:
+        """Bytes of the numbers that XLA makes of a matrix to multiply with it."""
+        if self.activations != "as_given" and self.layout.values == "int8":
+            return 0  # integers are multiplied
+        itemsize = jnp.dtype(self.dtype).itemsize if self.layout.values == "int8" else 4
+        return math.prod(self.shape[self.experts :]) * itemsize
+
+    @property
     def terms(self) -> list[QuantisedWeight]:
         """Matrices [N, K], or [E, N, K], that add up to it."""
         parts = [(self.values, self.scales)]
@@ -261,6 +269,12 @@ def own_layouts(specs: Tree, quantization: str) -> Layouts:
     kind = KINDS[quantization]
     found = ((path, own_layout(spec, kind)) for path, spec in named_leaves(specs))
     return {path: layout for path, layout in found if layout is not None}
+
+
+def largest_made(params: Tree) -> int:
+    """Bytes of the largest matrix that XLA makes numbers of to multiply with it."""
+    weights = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    return max((weight.made for weight in weights if isinstance(weight, Quantised)), default=0)
 
 
 def activations_for(layout: Layout, kind: Kind) -> Activations:
