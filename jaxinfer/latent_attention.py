@@ -109,7 +109,7 @@ def _of_own_heads(
     return quantised_matmul(flat, weight, implementation=body, splits=1), stored
 
 
-def _projected(params: Tree, x: Float[Array, "T D"]) -> tuple[Float[Array, "P T width"], ...]:
+def _projected(params: Tree, x: Float[Array, "T D"]) -> tuple[Float[Array, "_ T _"], ...]:
     """Latents of queries, if there are any, and of keys and values with the key that rotates; of
     weights that are no arrays, in two."""
     names = [name for name in ("q_a", "kv_a") if name in params]

@@ -156,7 +156,7 @@ def test_inspection_agrees_between_formats(tmp_path: Path) -> None:
     }
     numbers = 2 * 96 * 32 + 2 * (32 + 128 * 32 + 32 * 64 + 32 + 3 * 64 * 32) + 32
     for dtype, path in paths.items():
-        info = inspect_checkpoint(path)
+        info = inspect_checkpoint(path, quantization="none")
         assert info.parameters == numbers
         assert info.dtype == dtype
         assert (info.tokenizer_size, info.chat_template) == (96, True)

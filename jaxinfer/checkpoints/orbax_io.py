@@ -165,6 +165,8 @@ def read_manifest(path: Path) -> Manifest:
                 f"format_version = {data['format_version']}, this version of jaxinfer reads "
                 f"{FORMAT_VERSION}; convert the original again"
             )
+        if data["layouts"] is not None and data["quantization"] == NONE:
+            raise ValueError("layouts are given, and quantization is none")
         config = ModelConfig.from_json(data["config"])
         family_of(config.family)
         check_sizes(config)

@@ -27,6 +27,7 @@ from pallas_kernels.quantised_matmul import (
 from pallas_kernels.quantised_matmul.activations import PAIR
 
 Layouts = Mapping[str, Layout]  # by a parameter's path; those that are not named are numbers
+KERNELS_GROUP = 32  # columns with one scale: kernels take no fewer
 MOST_SHARDS = 8  # devices over which inputs are divided, each with whole groups of them
 
 
@@ -258,10 +259,12 @@ def own_layout(spec: ParamSpec, kind: Kind) -> Layout | None:
     if len(outputs) > 1:
         layout = dataclasses.replace(layout, rows=math.gcd(layout.rows, outputs[-1]))
     units = [columns]
-    if spec.inputs == 1 and spec.axes[-1] != "embed" and columns % MOST_SHARDS == 0:
-        units = [columns // MOST_SHARDS, columns]
+    if spec.inputs == 1 and spec.axes[-1] != "embed":
+        shards = (MOST_SHARDS, MOST_SHARDS // 2, 2, 1)  # of as many devices as can be
+        units = [columns // count for count in shards if columns % count == 0]
     by_row = Layout() if layout.bits == 4 else dataclasses.replace(layout, group=0, rows=1)
-    return next((fit for unit in units if (fit := layout.fitted(unit))), by_row)
+    fits = [fit for unit in units if (fit := layout.fitted(unit))]
+    return next((fit for fit in fits if fit.group >= KERNELS_GROUP), fits[0] if fits else by_row)
 
 
 def own_layouts(specs: Tree, quantization: str) -> Layouts:

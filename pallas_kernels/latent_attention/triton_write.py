@@ -22,7 +22,7 @@ WARPS = 4
 
 
 def norm_and_write(
-    projected: tuple[Float[Array, "P T width"], ...],
+    projected: tuple[Float[Array, "_ T _"], ...],
     norms: tuple[Float[Array, " q_rank"] | None, Float[Array, " kv_rank"]],
     rotary: tuple[Float[Array, "T half"], Float[Array, "T half"]],
     pool: Float[Array, "pages 1 ps hd"],
