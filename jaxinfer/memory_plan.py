@@ -196,7 +196,7 @@ def plan_memory(
         usable = min(usable, available)
     itemsize = jax.numpy.dtype(config.dtype).itemsize
     workspace = workspace_bytes(model, config, itemsize, made)
-    host, batch = _offload_bytes(model, config, kv_dtype)
+    host, batch = _offload_bytes(model, config, max_model_len)
     workspace, transfer = max(workspace, 2 * batch), 2 * MOST_BATCHES * batch
     if device.platform == "cpu":
         usable -= host
@@ -240,7 +240,7 @@ def plan_memory(
     return plan, groups
 
 
-def _offload_bytes(model: ModelConfig, config: EngineConfig, kv_dtype: str) -> tuple[int, int]:
+def _offload_bytes(model: ModelConfig, config: EngineConfig, length: int) -> tuple[int, int]:
     """Bytes of host memory for whole pages, and of one batch of pages on one device; (0, 0): off.
 
     Raises MemoryPlanError when the host has not as much, or it is less than one page.
@@ -248,8 +248,9 @@ def _offload_bytes(model: ModelConfig, config: EngineConfig, kv_dtype: str) -> t
     asked = config.kv_offload_bytes
     if not asked:
         return 0, 0
-    groups = kv_groups(model, 1, config.page_size, kv_dtype)
-    host = host_pages_for(groups, asked)[0] * sum(group.page_bytes for group in groups)
+    groups = kv_groups(model, 1, config.page_size, config.pages)
+    counts = host_pages_for(groups, asked, length)
+    host = sum(count * group.page_bytes for count, group in zip(counts, groups))
     available = psutil.virtual_memory().available
     if not 0 < host <= available:
         raise MemoryPlanError(

@@ -172,7 +172,8 @@ def _runner(
         sizes = (config.max_num_seqs, config.max_num_batched_tokens, config.page_size, len(groups))
         build(step_shapes(*sizes))
     if config.kv_offload_bytes:
-        host_pages = host_pages_for(groups, config.kv_offload_bytes)
+        length = _max_model_len(model, config)
+        host_pages = host_pages_for(groups, config.kv_offload_bytes, length)
         by_group = [(programs.read_pages[i], programs.write_pages[i]) for i in range(len(groups))]
         runner.transfer = PageTransfer(groups, host_pages, by_group)
     seconds, temporary = time.monotonic() - started, programs.temp_bytes

@@ -6,7 +6,7 @@ import dataclasses
 import types
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxinfer import memory_plan
@@ -143,6 +143,7 @@ def at_once(groups, pages, length: int) -> float:
     windows=st.sampled_from([(1024,), (128,), (4096, 512)]),
     slots=st.sampled_from([4, 256]),
 )
+@example(pool=8 << 30, lengths=(1 << 14, 1 << 14), windows=(4096, 512), slots=4)
 def test_of_any_length_at_least_half_as_many_fit_as_in_a_pool_divided_for_it(
     pool, lengths, windows, slots
 ):
@@ -158,6 +159,13 @@ def test_of_any_length_at_least_half_as_many_fit_as_in_a_pool_divided_for_it(
         best = (pool - of_one) / sum(group.pages_of(length) * group.page_bytes for group in groups)
         rounded = min((count - 18) / count for count in pages)
         assert at_once(groups, pages, length) >= min(slots, rounded * best / 2)
+    host = host_pages_for(groups, pool, longest)
+    assert sum(count * group.page_bytes for count, group in zip(host, groups)) <= pool
+    of_one = sum(group.page_bytes for group in groups)
+    best = (pool - of_one) / sum(group.pages_of(length) * group.page_bytes for group in groups)
+    assert at_once(groups, host, length) >= best / 2, "of those that were preempted, too"
+    assert host_pages_for(groups, of_one - 1, longest) == (0,) * len(groups)
+    assert host_pages_for(groups, of_one, longest) == (1,) * len(groups)
 
 
 def test_what_a_group_cannot_use_is_left_to_the_others():
@@ -218,7 +226,7 @@ def test_offloading_takes_host_memory_and_room_for_pages_on_their_way(monkeypatc
     plain, (fewer,) = plan(dataclasses.replace(offload, kv_offload_bytes=0))
     memory, (group,) = plan(offload)
     assert (plain.host_bytes, plain.transfer_bytes) == (0, 0)
-    assert memory.host_bytes == host_pages_for((group,), 30 * GIB)[0] * PAGE_BYTES == 30 * GIB
+    assert memory.host_bytes == host_pages_for((group,), 30 * GIB, 8192)[0] * PAGE_BYTES == 30 * GIB
     assert memory.transfer_bytes == 2 * MOST_BATCHES * BATCH * PAGE_BYTES
     assert memory.workspace_bytes >= 2 * BATCH * PAGE_BYTES, "the temporaries of one program"
     taken = (fewer.num_pages - group.num_pages) * PAGE_BYTES
