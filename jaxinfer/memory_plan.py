@@ -182,17 +182,19 @@ def plan_memory(
     slot_bytes: int,
     device: Device,
     made: int | None = None,
+    loaded: bool = True,
 ) -> tuple[MemoryPlan, tuple[KVGroup, ...]]:
     """Divide the device's memory. Raises MemoryPlanError naming what does not fit and what to do.
 
     With tensor parallelism the figures are of one device, over which heads are divided.
-    `made`: see `workspace_bytes`.
+    `made`: see `workspace_bytes`. `loaded`: whether a host holds weights and slot state already.
     """
     kv_dtype = config.pages
     total, limit = device_memory(device)
     usable = min(int(total * config.memory_utilization), limit)
     if device.platform == "cpu":  # others use the host too; what is loaded is taken already
-        available = psutil.virtual_memory().available + weights_bytes + slot_bytes
+        available = psutil.virtual_memory().available
+        available += weights_bytes + slot_bytes if loaded else 0
         usable = min(usable, available)
     itemsize = jax.numpy.dtype(config.dtype).itemsize
     workspace = workspace_bytes(model, config, itemsize, made)

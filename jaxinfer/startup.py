@@ -20,7 +20,7 @@ from jaxinfer.expert_load import ExpertLoad
 from jaxinfer.experts import choose_experts
 from jaxinfer.host_memory import keep_freed_memory
 from jaxinfer.kv_pool import KVGroup, empty_pools, host_pages_for, kv_groups, pages_for
-from jaxinfer.memory_plan import MemoryPlan, plan_memory
+from jaxinfer.memory_plan import MemoryPlan, MemoryPlanError, plan_memory, state_bytes
 from jaxinfer.models import family_of
 from jaxinfer.page_dtypes import in_8_bits
 from jaxinfer.page_transfer import PageTransfer
@@ -249,6 +249,19 @@ def param_placement(config: EngineConfig) -> Callable[[ParamSpec], Any] | None:
     """Where `load_model` should put each parameter, so that no device ever holds them all."""
     mesh = _mesh(config)
     return None if mesh is None else functools.partial(sharding_of, mesh=mesh)
+
+
+def has_room(config: EngineConfig, model: ModelConfig, dtype: str, weights: int) -> bool:
+    """Whether a model that is not loaded yet could be served from a host's memory, with weights of
+    so many bytes, which all devices of a host have together."""
+    config = dataclasses.replace(config, dtype=dtype, quantization=NONE)
+    length = _max_model_len(model, config)
+    kept = state_bytes(model, config, length)
+    try:
+        plan_memory(model, config, length, weights, kept, jax.devices()[0], loaded=False)
+    except MemoryPlanError:
+        return False
+    return True
 
 
 def _device(device: jax.Device) -> Device:

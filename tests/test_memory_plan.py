@@ -12,10 +12,17 @@ from hypothesis import strategies as st
 from jaxinfer import memory_plan
 from jaxinfer.config import EngineConfig, LayerKind, ModelConfig
 from jaxinfer.kv_pool import host_pages_for, kv_groups, least_pages, pages_for, pages_that_fit
-from jaxinfer.memory_plan import CPU_POOL_BYTES, MemoryPlanError, plan_memory, workspace_bytes
+from jaxinfer.memory_plan import (
+    CPU_POOL_BYTES,
+    MemoryPlanError,
+    plan_memory,
+    state_bytes,
+    workspace_bytes,
+)
 from jaxinfer.page_transfer import BATCH, MOST_BATCHES
 from jaxinfer.platform import allocator_fraction
 from jaxinfer.sizes import seconds_text, size_text
+from jaxinfer.startup import has_room
 from jaxinfer.step_plan import chunk_pages
 
 GIB = 1 << 30
@@ -196,6 +203,21 @@ def test_windows_are_counted_in_what_is_promised():
         plan_memory(
             WINDOWS, dataclasses.replace(just, kv_pool_bytes=least - 1), 1 << 16, 0, 0, gpu()
         )
+
+
+def test_room_for_weights_that_are_not_loaded_yet_is_what_a_host_has_beside_the_smallest_pool(
+    monkeypatch,
+):
+    virtual = types.SimpleNamespace(total=64 * GIB, available=20 * GIB)
+    monkeypatch.setattr(memory_plan.psutil, "virtual_memory", lambda: virtual)
+    (least,) = least_pages(kv_groups(MODEL, 1, 64, "bfloat16"), 4096, 512)
+    config = dataclasses.replace(CONFIG, dtype="bfloat16")
+    beside = least * PAGE_BYTES // 2 + state_bytes(MODEL, config, 4096)
+    beside += workspace_bytes(MODEL, config, 2)
+    assert has_room(CONFIG, MODEL, "bfloat16", 20 * GIB - beside)
+    assert not has_room(CONFIG, MODEL, "bfloat16", 20 * GIB - beside + 1)
+    virtual.available = 64 * GIB
+    assert not has_room(CONFIG, MODEL, "bfloat16", int(0.9 * 64 * GIB)), "of all memory 0.9"
 
 
 def test_a_little_more_or_less_free_memory_gives_the_same_pool():
