@@ -272,7 +272,7 @@ def _quantised(info: CheckpointInfo) -> Iterator[tuple[str, str]]:
 def _on_cpus(info: CheckpointInfo) -> Iterator[tuple[str, str]]:
     if info.on_cpus is not None:
         size, what = info.on_cpus
-        text = f"made {what} at load: {size_text(size)} of weights, if memory holds them"
+        text = f"{what} from loading on, {size_text(size)} of weights, if memory holds them"
         yield "on CPUs", f"{text}; --quantization {info.quantization} keeps them as stored"
 
 

@@ -104,17 +104,18 @@ def served_storage(
     if chosen == stored:
         return stored
     own, others = (weight_bytes(model, storage, dtype) for storage in (stored, chosen))
-    kept = f"weights as stored ({stored[0]}) take {size_text(own)}, in every step made numbers of"
+    what = f"numbers in {dtype}" if chosen[0] == NONE else chosen[0]
     if fits is not None and not fits(model, dtype, others):
         logger.warning(
-            f"{kept}, which is slow on a CPU; made at load they would take {size_text(others)}, "
-            "for which there is not enough memory beside the rest"
+            f"weights stay as stored ({stored[0]}, {size_text(own)}), and every step makes numbers "
+            f"of them, which is slow on a CPU: as {what} they would take {size_text(others)}, for "
+            "which there is not enough memory beside the rest"
         )
         return stored
-    what = f"numbers in {dtype}" if chosen[0] == NONE else chosen[0]
     logger.info(
-        f"weights stored as {stored[0]} are made {what} at load, {size_text(others)} in all; "
-        f"{kept}: --quantization {stored[0]}"
+        f"weights stored as {stored[0]} become {what} at load, {size_text(others)} in all; "
+        f"--quantization {stored[0]} keeps their {size_text(own)}, of which every step would make "
+        "numbers"
     )
     return chosen
 
