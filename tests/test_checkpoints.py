@@ -20,7 +20,6 @@ from jaxinfer.checkpoints import (
     convert,
     inspect_checkpoint,
     load_model,
-    resolve_model,
 )
 
 DOWN, NORM = "model.layers.1.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight"
@@ -381,30 +380,3 @@ def test_defects_of_our_own_folders(orbax: Path, name: str) -> None:
     defect(orbax)
     message = refusal(orbax)
     assert all(word in message for word in words), message
-
-
-# -- paths ------------------------------------------------------------------------------------
-
-
-def test_wrong_paths_say_what_a_model_is(tmp_path: Path) -> None:
-    (tmp_path / "inside").mkdir()
-    (tmp_path / "notes.txt").write_text("hello")
-    (tmp_path / "inside" / "x.gguf").write_bytes(b"")
-    (tmp_path / "X.GGUF").write_bytes(b"")
-    assert resolve_model(tmp_path / "X.GGUF")
-    snapshot = tmp_path / "models--a--b" / "snapshots" / "12ab"  # as the Hub's cache has it
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    for path, words in {
-        tmp_path / "nowhere": "does not exist",
-        tmp_path / ("n" * 300): "does not exist",
-        Path("owner/name-1.5"): "hf download owner/name-1.5 --local-dir FOLDER",
-        "https://huggingface.co/owner/name/": "hf download owner/name --local-dir FOLDER",
-        tmp_path / "models--a--b": "did you mean .*snapshots/12ab",
-        tmp_path / "notes.txt": "is a file but no .gguf file",
-        tmp_path / "inside": "did you mean",
-    }.items():
-        with pytest.raises(CheckpointError, match=words):
-            resolve_model(path)
-    with pytest.raises(CheckpointError, match="dtype 'int8' is not one of float32"):
-        load_model(hf_folder(tmp_path / "hf"), dtype="int8")
