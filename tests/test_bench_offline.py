@@ -7,7 +7,7 @@ import json
 
 import pytest
 from fake_engine import ScriptedEngine, forever, limits
-from jaxinfer_service import bench_serve
+from jaxinfer_service.bench import serve as bench_serve
 from serving import in_loop, serving
 from tiny_checkpoint import hf_folder
 from typer.testing import CliRunner
