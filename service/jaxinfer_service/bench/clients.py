@@ -5,7 +5,7 @@ A job has a `kind`, the `servers` to ask, and:
     wait    until it serves
     load    `plain` requests and `formed` ones, held to the JSON schema `schema`, all at once, of
             `input_len` and `output_len` tokens
-    unruly  for `seconds`, `clients` at each of `servers` that leave early or read slowly
+    unruly  `how` they are: what `unruly.unruly` takes
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def _do(job: dict[str, Any], ways: list[Door]) -> dict[str, Any]:
         await asyncio.gather(*(way.wait_ready(READY_SECONDS) for way in ways))
         return {}
     if job["kind"] == "unruly":
-        return await unruly(ways, job["seconds"], job["clients"], job["vocab_size"], job["seed"])
+        return await unruly(ways, **job["how"])
     (way,) = ways
     more: list[dict[str, Any]] = [{}] * job["plain"] + [_form(way, job["schema"])] * job["formed"]
     records = await asyncio.gather(*(_send(way, *both) for both in zip(prompts(job), more)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 from urllib.parse import urlsplit
@@ -28,7 +28,7 @@ class Door(Protocol):
     async def wait_ready(self, seconds: float) -> None:
         """Wait until the server takes requests. Raises TimeoutError."""
 
-    def stream(self, item: WorkItem, **more: Any) -> AsyncIterator[int]:
+    def stream(self, item: WorkItem, **more: Any) -> AsyncGenerator[int]:
         """Send a request; yields how many tokens each message brings. Raises when it fails."""
 
     async def close(self) -> None: ...
@@ -48,7 +48,7 @@ class GrpcDoor:
     async def wait_ready(self, seconds: float) -> None:
         await self._client.wait_ready(seconds)
 
-    async def stream(self, item: WorkItem, **more: Any) -> AsyncIterator[int]:
+    async def stream(self, item: WorkItem, **more: Any) -> AsyncGenerator[int]:
         asked = {"temperature": 0, "max_new_tokens": item.output_len, "ignore_eos": True} | more
         async for chunk in self._client.stream(item.prompt, **asked):
             yield len(chunk.token_ids)
@@ -85,7 +85,7 @@ class HttpDoor:
             f"http://{self._host}:{self._port} is not ready after {seconds:g} s; last: {last}"
         )
 
-    async def stream(self, item: WorkItem, **more: Any) -> AsyncIterator[int]:
+    async def stream(self, item: WorkItem, **more: Any) -> AsyncGenerator[int]:
         body = {
             "prompt": list(item.prompt),
             "max_tokens": item.output_len,

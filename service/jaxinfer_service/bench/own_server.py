@@ -26,7 +26,7 @@ from jaxinfer.engine_thread import EngineThread
 from jaxinfer.request import Command, SamplingParams, SequenceEvent, Submit
 from jaxinfer.text import TextProcessor
 from jaxinfer.validation import build_request
-from jaxinfer_service.model import OpenedModel
+from jaxinfer_service.model import OpenedModel, keep_loaded
 from jaxinfer_service.server import Server, ServerConfig
 
 _LONGEST_LINE = 1 << 24  # bytes of an answer of the clients' process
@@ -161,6 +161,7 @@ class OwnServer:
 @contextlib.asynccontextmanager
 async def own_server(bench: BenchEngine) -> AsyncIterator[OwnServer]:
     """A server on this engine, and a process of clients, both ready."""
+    keep_loaded()
     clients = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "jaxinfer_service.bench.clients"),
         stdin=asyncio.subprocess.PIPE,

@@ -38,7 +38,8 @@ def soak(
     seed: Seed = 0,
     json_to: JsonTo = None,
 ) -> None:
-    """Serve clients that leave early, read slowly and ask badly; exit code 1 if counters differ."""
+    """Serve clients that leave early, read slowly and ask badly; exit code 1 if counters do not
+    balance."""
     bench = engine.start(model, 32, max_num_seqs=concurrency, prefix_cache=True)
     with report.progress_bar() as progress:
         result = asyncio.run(_soak(bench, seconds, clients, seed, progress))
@@ -49,7 +50,7 @@ def soak(
         {**report.environment(), **bench.describe(), "clients": clients, "seed": seed, **result},
         json_to,
     )
-    if not result["balanced"]:
+    if result["failed"] or not result["balanced"]:
         raise typer.Exit(1)
 
 
@@ -59,19 +60,19 @@ async def _soak(
     memory, stop = list[tuple[float, float]](), asyncio.Event()
     async with own_server(bench) as own:
         watching = asyncio.create_task(_watch(memory, seconds, stop, progress))
-        job = {
-            "kind": "unruly",
+        how = {
             "seconds": seconds,
             "clients": clients,
-            "vocab_size": bench.engine.limits.vocab_size,
             "seed": seed,
+            "vocab_size": bench.engine.limits.vocab_size,
+            "max_tokens": bench.engine.limits.max_tokens,
         }
-        asked = await own.load(servers=[*own.targets.values()], **job)
+        asked = await own.load(kind="unruly", servers=[*own.targets.values()], how=how)
         stop.set()
         await watching
         left = await _left(own)
     return {
-        "requests": asked["requests"],
+        **asked,
         **left,
         "memory_mib": [memory[0][1], memory[-1][1]],
         "mib_a_minute": _slope(memory[len(memory) // 2 :]),
@@ -123,5 +124,5 @@ def _slope(memory: list[tuple[float, float]]) -> float:
 
 def _text(value: Any) -> Any:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {count}" for name, count in value.items())
+        return ", ".join(f"{name} {count}" for name, count in value.items()) or "none"
     return " → ".join(map(report.text, value)) if isinstance(value, list) else value
