@@ -23,9 +23,9 @@ _LONGEST_PAUSE_SECONDS = 10.0  # of a slow reader
 class _Client:
     """One of them; what it draws follows from its seed."""
 
-    def __init__(self, way: Door, vocab_size: int, max_tokens: int, seed: int):
+    def __init__(self, way: Door, vocab_size: int, max_tokens: int, seed: int, end: float):
         self.way, self.rng = way, random.Random(seed)
-        self._vocab_size, self._max_tokens = vocab_size, max_tokens
+        self._vocab_size, self._max_tokens, self._end = vocab_size, max_tokens, end
 
     def item(self, least: int, most: int) -> WorkItem:
         """A short prompt, to be answered with so many tokens."""
@@ -52,7 +52,8 @@ class _Client:
 
     async def reads_slowly(self) -> None:
         """Nothing for a while, with logprobs, so that much waits for it: it may be set aside."""
-        pause = self.rng.uniform(0.0, _LONGEST_PAUSE_SECONDS)
+        left = max(0.0, self._end - time.monotonic())
+        pause = self.rng.uniform(0.0, min(left, _LONGEST_PAUSE_SECONDS))
         async for _ in self.way.stream(self.item(500, 2000), logprobs=20):
             await asyncio.sleep(pause)
             pause = 0.0
@@ -96,6 +97,9 @@ async def unruly(
 
     everyone = [way for way in ways for _ in range(clients)]
     await asyncio.gather(
-        *(one(_Client(way, vocab_size, max_tokens, seed + n)) for n, way in enumerate(everyone))
+        *(
+            one(_Client(way, vocab_size, max_tokens, seed + n, end))
+            for n, way in enumerate(everyone)
+        )
     )
     return {"requests": done, "failed": failed}
