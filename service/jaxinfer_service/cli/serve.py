@@ -84,6 +84,9 @@ class Source:
         text: text_options.ReplyOptions,
     ) -> Source:
         """From a command's options. Raises ValueError naming what is wrong."""
+        for name in names or ():
+            if not name or (names or ()).count(name) > 1:
+                raise ValueError(f"--served-model-name {name!r}: give names, each of them once")
         return cls(
             model,
             names or [Path(model).name or model],
