@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -34,6 +33,7 @@ from jaxinfer.request import (
     Counters,
     EngineStoppedError,
     FinishReason,
+    FlushPrefixes,
     Hold,
     QueueFullError,
     Request,
@@ -45,9 +45,7 @@ from jaxinfer.request import (
 from jaxinfer.stream import Sample, Stream
 from jaxinfer.structure_check import refusal
 from jaxinfer.structured import StructuredOutput
-from jaxinfer.text import AnyPrompt, Delta, Finish, Params, TextProcessor, Timing, is_chat
-
-logger = logging.getLogger(__name__)
+from jaxinfer.text import AnyPrompt, Params, TextProcessor, is_chat
 
 LONG_TEXT = 8192  # characters (or ids) from which on encoding (decoding) leaves the event loop
 
@@ -204,6 +202,13 @@ class Frontend:
         self._end(stream, FinishReason.CANCELLED)
         return True
 
+    def flush_prefixes(self) -> None:
+        """Let no request that comes from now on find what was computed for others before.
+
+        Raises EngineStoppedError.
+        """
+        self._engine.send(FlushPrefixes())
+
     def _leave(self, stream: Stream) -> None:
         """The reader left. Tell the engine of what was not complete.
 
@@ -266,7 +271,7 @@ class Frontend:
             if sample is None:
                 self._dropped_tokens += len(event.tokens)
                 continue
-            delta = _push(sample, event)
+            delta = sample.push(event)
             self._note_tokens(sample, len(delta.token_ids), event.time)
             self._dropped_tokens += len(event.tokens) - len(delta.token_ids)
             if delta.finish is None:
@@ -382,18 +387,3 @@ class Frontend:
     def stop(self) -> None:
         """Stop the engine."""
         self._engine.stop(self._closed or "the engine was stopped")
-
-
-def _push(sample: Sample, event: SequenceEvent) -> Delta:
-    """What an event adds to an output. A fault there ends its sample, and nobody else's."""
-    try:
-        return sample.output.push(event)
-    except Exception as error:
-        logger.exception("request %s failed", event.request_id)
-        failure = f"the output cannot be decoded: {type(error).__name__}: {error}"
-        elapsed = event.time - sample.request.arrival
-        return Delta(
-            sample.output.index,
-            finish=Finish(FinishReason.ERROR, error=failure),
-            timing=Timing(None, None, elapsed),
-        )

@@ -212,7 +212,12 @@ class Hold:
     held: bool
 
 
-Command = Submit | Abort | Hold
+@dataclass(frozen=True, slots=True)
+class FlushPrefixes:
+    """Command: let nobody find what was computed before; those that run keep their pages."""
+
+
+Command = Submit | Abort | Hold | FlushPrefixes
 
 
 @dataclass(slots=True)
