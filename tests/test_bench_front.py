@@ -13,7 +13,9 @@ from jaxinfer_service.bench import beside, front, soak
 from jaxinfer_service.bench.clients import prompts
 from jaxinfer_service.bench.doors import HttpDoor, door
 from jaxinfer_service.bench.own_server import Meter, own_server, thread_seconds
+from jaxinfer_service.cli import app as cli
 from serving import TOKENIZER, in_loop, serving
+from typer.testing import CliRunner
 
 from jaxinfer.bench.setup import BenchEngine
 from jaxinfer.bench.workload import WorkItem
@@ -111,6 +113,32 @@ async def test_http_load_keeps_connections_and_says_what_was_refused():
             async for _ in way.stream(WorkItem((40,), 10_000)):
                 pass
         await way.close()
+
+
+@in_loop
+async def test_the_environments_key_is_sent_and_what_is_no_http_is_said(monkeypatch):
+    heads, answers = [], [b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", b"\x00\x01\r\n\r\n"]
+
+    async def answer(reader, writer):
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(answers[min(len(heads), 2) - 1])
+        writer.close()
+
+    monkeypatch.setenv("JAXINFER_API_KEY", "secret")
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        way = door(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        await way.wait_ready(30)
+        assert b"\r\nauthorization: bearer secret\r\n" in heads[0].lower()
+        with pytest.raises(TimeoutError, match="does not speak HTTP"):
+            await way.wait_ready(0.5)
+        await way.close()
+
+
+@pytest.mark.parametrize("address", ["http://localhost:1", "https://localhost:1", "grpc://a:1"])
+def test_what_is_no_address_is_refused_by_every_command(address):
+    for command in (["top", "--once"], ["chat"], ["inspect", "--expert-load"]):
+        result = CliRunner().invoke(cli, [*command, "--server", address])
+        assert result.exit_code == 2 and "is no address of gRPC" in " ".join(result.output.split())
 
 
 @in_loop

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import h11
 
 from jaxinfer.bench.workload import WorkItem
+from jaxinfer_service.channel import own_key
 from jaxinfer_service.client import AsyncClient
 
 _READ_BYTES = 1 << 16
@@ -35,7 +36,10 @@ class Door(Protocol):
 
 
 def door(server: str) -> Door:
-    """The door of "HOST:PORT" (gRPC, tls:// before it with TLS) or "http://HOST:PORT"."""
+    """The door of "HOST:PORT" (gRPC, tls:// before it with TLS) or "http://HOST:PORT".
+
+    Raises ValueError for what is neither. Both send the environment's API key, if any.
+    """
     return HttpDoor(server) if server.startswith("http://") else GrpcDoor(server)
 
 
@@ -126,6 +130,8 @@ class HttpDoor:
     async def _asked(self, method: str, path: str, body: bytes = b"") -> AsyncIterator[_Answer]:
         """One request, on a connection that is kept if its answer was read to the end."""
         head = [("Host", f"{self._host}:{self._port}")]
+        if key := own_key():
+            head.append(("Authorization", f"Bearer {key}"))
         if body:
             head += [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
         request = h11.Request(method=method, target=path, headers=head)
@@ -155,9 +161,12 @@ class _Link:
         return cls(*await asyncio.open_connection(host, port), h11.Connection(h11.CLIENT))
 
     async def next(self) -> Any:
-        """The next event of the answer."""
-        while (event := self.http.next_event()) is h11.NEED_DATA:
-            self.http.receive_data(await self.reader.read(_READ_BYTES))
+        """The next event of the answer. Raises ConnectionError for what is no HTTP."""
+        try:
+            while (event := self.http.next_event()) is h11.NEED_DATA:
+                self.http.receive_data(await self.reader.read(_READ_BYTES))
+        except h11.RemoteProtocolError as error:
+            raise ConnectionError(f"the server does not speak HTTP: {error}") from error
         return event
 
     async def head(self) -> int:

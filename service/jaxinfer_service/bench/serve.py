@@ -72,6 +72,8 @@ def bench_serve(
             records, duration = asyncio.run(
                 _measure(server, items, arrivals, max_concurrency, wait, progress)
             )
+    except ValueError as error:
+        raise typer.BadParameter(f"--server: {error}") from error
     except (TimeoutError, ConnectionError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
