@@ -14,7 +14,7 @@ from jaxinfer_service.bench.clients import prompts
 from jaxinfer_service.bench.doors import HttpDoor, door
 from jaxinfer_service.bench.own_server import Meter, own_server, thread_seconds
 from jaxinfer_service.cli import app as cli
-from serving import TOKENIZER, in_loop, serving
+from serving import TOKENIZER, in_loop, serving, until
 from typer.testing import CliRunner
 
 from jaxinfer.bench.setup import BenchEngine
@@ -90,6 +90,25 @@ async def test_some_requests_are_held_to_a_schema_by_either_door():
             assert beside._speed(found["records"][0]) > 0
     formed = [request.prompt for request in asked if request.params.structured is not None]
     assert formed == [prompts(job)[2].prompt] * 2 and len(asked) == 6
+
+
+@in_loop
+async def test_who_interrupts_it_does_not_wait_for_what_the_clients_do():
+    engine = ScriptedEngine(forever, ROOMY, step_seconds=0.01)
+    job = {"plain": 1, "formed": 0, "input_len": 3, "output_len": 4000, "vocab_size": 200}
+
+    async def loaded() -> None:
+        async with own_server(bench(engine)) as own:
+            await own.load(kind="load", servers=[own.targets["http"]], schema=None, seed=0, **job)
+
+    task = asyncio.create_task(loaded())
+    await until(lambda: engine.counters.generated_tokens > 3)
+    task.cancel()
+    began = time.monotonic()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert time.monotonic() - began < 20  # of the 40 that the request would take
+    assert engine.counters.aborted == 1
 
 
 def test_a_request_that_failed_has_no_speed():

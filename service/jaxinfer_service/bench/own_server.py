@@ -188,9 +188,13 @@ async def own_server(bench: BenchEngine) -> AsyncIterator[OwnServer]:
             await running
         await own.load(kind="wait", servers=[*own.targets.values()])
         yield own
+    except BaseException:  # an interruption, say: what they are doing is not waited for
+        clients.kill()
+        raise
     finally:
         assert clients.stdin is not None
         clients.stdin.close()
         await clients.wait()
-        server.shut_down()
+        for _ in range(2):  # the second time says that nothing is to be drained
+            server.shut_down()
         await running
