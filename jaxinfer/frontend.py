@@ -29,6 +29,7 @@ from jaxinfer.grammar_process import GrammarError
 from jaxinfer.load import Load
 from jaxinfer.replies.reader import Replies
 from jaxinfer.request import (
+    REFUSALS,
     Abort,
     Counters,
     EngineStoppedError,
@@ -80,7 +81,7 @@ class Frontend:
         self._busy_since = clock()
         self._empty = asyncio.Event()
         self._empty.set()
-        self._refused = 0
+        self._refused = dict.fromkeys(REFUSALS, 0)  # before the engine
         self._dropped_tokens = 0
 
     # -- requests --------------------------------------------------------------------------------
@@ -108,8 +109,8 @@ class Frontend:
             if (structure := requests[0].params.structured) is not None:
                 await self._check(structure)
                 self._require_open()
-        except (RequestError, EngineStoppedError, QueueFullError):
-            self._refused += 1
+        except (RequestError, EngineStoppedError, QueueFullError) as error:
+            self._refused[_why(error)] += 1
             raise
         if isinstance(prompt, Conversation):
             conversation = prompt
@@ -127,8 +128,8 @@ class Frontend:
         try:
             self._require_open()
             return await self.encode(prompt, add_special_tokens)
-        except (RequestError, EngineStoppedError):
-            self._refused += 1
+        except (RequestError, EngineStoppedError) as error:
+            self._refused[_why(error)] += 1
             raise
 
     async def _check(self, structure: StructuredOutput) -> None:
@@ -174,8 +175,8 @@ class Frontend:
             while unsent:
                 self._engine.send(Submit(unsent[0].request))
                 unsent.pop(0)
-        except (QueueFullError, EngineStoppedError):  # all of them or none
-            self._refused += len(unsent)
+        except (QueueFullError, EngineStoppedError) as error:  # all of them or none
+            self._refused[_why(error)] += len(unsent)
             for sample in unsent:
                 self._forget(sample)
             self._leave(stream)
@@ -325,10 +326,12 @@ class Frontend:
         return dataclasses.replace(load, counters=self._with_own(load.counters))
 
     def _with_own(self, counters: Counters) -> Counters:
+        before = sum(self._refused.values())
         return dataclasses.replace(
             counters,
-            received=counters.received + self._refused,
-            refused=counters.refused + self._refused,
+            received=counters.received + before,
+            refused=counters.refused + before,
+            refused_by=self._refused | {"late": counters.refused},  # the engine's only reason
             generated_tokens=counters.generated_tokens - self._dropped_tokens,
         )
 
@@ -387,3 +390,10 @@ class Frontend:
     def stop(self) -> None:
         """Stop the engine."""
         self._engine.stop(self._closed or "the engine was stopped")
+
+
+def _why(error: Exception) -> str:
+    """Which of `REFUSALS` an error is."""
+    if isinstance(error, QueueFullError):
+        return "queue_full"
+    return "unavailable" if isinstance(error, EngineStoppedError) else "invalid"

@@ -82,6 +82,8 @@ class Histograms(Observer):
         request, output = sample.request, sample.output
         total, first, queued = now - request.arrival, output.first_token, output.queued
         self.ends[reason] += 1
+        if reason is FinishReason.LATE:  # it was refused
+            return
         self.whole.observe(total)
         self.queued.observe(queued)
         self.first_token.observe(first)
