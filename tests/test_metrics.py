@@ -167,6 +167,8 @@ async def test_refused_requests_are_counted_and_reach_no_histogram():
     for reason, count in {"invalid": 1, "late": 1, "queue_full": 1, "unavailable": 0}.items():
         assert found["jaxinfer:requests_refused_total", reason] == count
     assert found["jaxinfer:e2e_request_latency_seconds_count",] == 4, "those that were answered"
+    ended = [n for (name, *_), n in found.items() if name == "jaxinfer:request_success_total"]
+    assert sum(ended) == 4
 
 
 @in_loop

@@ -81,9 +81,9 @@ class Histograms(Observer):
         """A sample ended, whatever the reason."""
         request, output = sample.request, sample.output
         total, first, queued = now - request.arrival, output.first_token, output.queued
-        self.ends[reason] += 1
         if reason is FinishReason.LATE:  # it was refused
             return
+        self.ends[reason] += 1
         self.whole.observe(total)
         self.queued.observe(queued)
         self.first_token.observe(first)
