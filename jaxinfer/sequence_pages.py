@@ -277,6 +277,11 @@ class SequencePages:
             cache.publish(keys, pages[first:end])
         sequence.num_published = end
 
+    def flush(self) -> None:
+        """Let nobody find any page that is there now."""
+        for cache in self.caches:
+            cache.flush()
+
     def withdraw(self, sequence: Sequence) -> None:
         """Let nobody find the pages of a sequence that failed, nor those its windows passed."""
         self._forget_unnamed(sequence)
