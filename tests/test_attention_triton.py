@@ -162,6 +162,7 @@ def test_prefill_equals_dense_attention(case):
 def test_splits_follow_from_shapes_and_fill_a_device():
     assert splits.num_splits(1, 100_000) == splits.MOST_SPLITS
     assert splits.num_splits(64 * 8, 100_000) == 1
+    assert splits.num_splits(64 * 2, 100_000) == 3
     assert splits.num_splits(8, 300) == 2, "few keys are not worth more"
     assert splits.num_splits(8, 64) == 1
 
