@@ -195,6 +195,11 @@ def test_a_row_does_not_depend_on_its_neighbours(splits, monkeypatch):
     whole = attend(q, paged.pool(), table, jnp.asarray(LENGTHS, jnp.int32))
     alone = attend(q, paged.pool(), table, jnp.asarray((0, 0, 0, 90), jnp.int32))
     assert (whole[3] == alone[3]).all()
+    page, offset = paged.table[2, 46 // 16], 46 % 16  # of its last token, whose value overflowed
+    pool = paged.pool()
+    pool = pool._replace(k=pool.k.at[page, :, offset].set(np.nan))
+    failed = attend(q, pool, table, jnp.asarray(LENGTHS, jnp.int32))
+    assert np.isnan(failed[2]).all() and (failed[3] == whole[3]).all()
 
 
 @pytest.mark.parametrize("size", [16, 64, 80, 96, 128, 192, 256, 576])
