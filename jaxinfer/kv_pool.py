@@ -24,6 +24,7 @@ from jaxinfer.page_dtypes import in_8_bits
 from jaxinfer.sharding import LATENT_AXES, POOL_AXES
 from jaxinfer.step_plan import chunk_pages
 from jaxinfer.window_pages import most_kept, pages_of_one
+from pallas_kernels.dispatch import MOST_ELEMENTS, out_of_reach
 
 # Of a layer (k_pages, v_pages), with (k_scales, v_scales) behind them if those are in 8 bits, or
 # (latent_pages,): arrays or their structs.
@@ -181,6 +182,20 @@ def _divided(
             left -= counts[i] * groups[i].page_bytes
         shared -= full or shared
     return counts
+
+
+def within_reach(
+    groups: tuple[KVGroup, ...], pages: tuple[int, ...], shards: int
+) -> tuple[int, ...]:
+    """As many pages of each group as kernels reach on one of `shards` devices: of those in 8 bits
+    fewer, where a layer's keys take from 2 to 4 GiB."""
+
+    def reached(group: KVGroup, count: int) -> int:
+        of_page = math.prod(group.layer_shape[1:]) // shards
+        missed = out_of_reach(count * of_page, jnp.dtype(group.dtype).itemsize)
+        return MOST_ELEMENTS // of_page if missed else count
+
+    return tuple(reached(group, count) for group, count in zip(groups, pages, strict=True))
 
 
 def _most_pages(group: KVGroup, num_slots: int, length: int, chunk_tokens: int) -> int:

@@ -206,7 +206,7 @@ def _builder(
     step_model = StepModel(
         model,
         groups,
-        _attention(device, groups),
+        _attention(device, groups, config.dtype),
         mesh,
         block,
         experts=_experts(device, model, config),
@@ -274,9 +274,9 @@ def _device(device: jax.Device) -> Device:
     return Device(device.platform, device.device_kind, capability)
 
 
-def _attention(device: Device, groups: tuple[KVGroup, ...]) -> Implementation:
+def _attention(device: Device, groups: tuple[KVGroup, ...], dtype: str) -> Implementation:
     """What computes attention; the log says why if it is no kernel on a GPU."""
-    body = choose_body(*device, *groups[0].dims, groups[0].dtype)
+    body = choose_body(*device, *groups[0].dims, groups[0].dtype, dtype)
     if body.why:
         logger.warning("attention is computed by XLA, not by kernels: %s (docs/gpu.md)", body.why)
     return body.implementation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 
 import pytest
@@ -239,6 +240,23 @@ def test_tensor_parallel_devices_share_the_pool():
     two = dataclasses.replace(CONFIG, tensor_parallel_size=2, kv_pool_bytes=200 * PAGE_BYTES)
     memory, (group,) = plan(two, weights=2 * GIB)
     assert group.num_pages == 400 and memory.pool_bytes == 200 * PAGE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("ways", "layers", "cut"), [(1, 16, True), (2, 16, True), (2, 32, False), (1, 8, False)]
+)
+def test_of_pages_in_8_bits_there_are_as_many_as_kernels_reach(ways, layers, cut):
+    """Of 80 GiB a layer's keys would take 4.8, 2.4 or 1.2 GiB of a device: those of 2.4 are cut."""
+    model = dataclasses.replace(MODEL, num_layers=layers)
+    asked = {"max_num_seqs": 10_000, "kv_dtype": "int8", "kv_pool_bytes": 80 * GIB}
+    config = dataclasses.replace(CONFIG, **asked, tensor_parallel_size=ways)
+    memory, (group,) = plan_memory(model, config, 4096, GIB, 10 << 20, device("gpu", 180 * GIB))
+    text = "\n".join(memory.lines((group,), 4096))
+    of_layer = math.prod(group.layer_shape) // ways
+    assert cut == (of_layer == 2 * GIB) == ("kernels reach 2.00 GiB" in text)
+    assert memory.pool_bytes == group.num_pages * group.page_bytes // ways
+    would_fit = memory.pool_bytes + memory.unreached_bytes
+    assert 80 * GIB - 17 * group.page_bytes < would_fit <= 80 * GIB
 
 
 def test_offloading_takes_host_memory_and_room_for_pages_on_their_way(monkeypatch):
