@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.gpu_check import cli
+from jaxinfer.gpu_check import checks, cli
 from jaxinfer.gpu_check.cases import FEW_LAYERS, PROGRAMS, Served, some_layers
 from jaxinfer.gpu_check.checks import Check, Result
 from jaxinfer.gpu_check.cli import run
@@ -247,3 +247,28 @@ def test_hlo_is_read_with_loops_shapes_and_updates_in_place():
     assert module.updates_in_place(scheduled["y"].instruction, 0)
     assert not module.updates_in_place(scheduled["copy.1"].instruction, 0)
     assert scheduled["start"].instruction.operands == ("zero", "x.1")
+
+
+LAYERS = """HloModule m, is_scheduled=true
+
+ENTRY %main (x: bf16[4]) -> bf16[4] {
+  %x = bf16[4]{0} parameter(0)
+  %zeros = (s32[4]{0}, s32[4]{0}) fusion(), kind=kLoop, calls=%z, metadata={op_name="jit(f)/layer0/jit(_layer)/broadcast"}
+  %zero.0 = s32[4]{0} get-tuple-element(%zeros), index=0
+  %zero.1 = s32[4]{0} get-tuple-element(%zeros), index=1
+  %own = bf16[4]{0} fusion(%x), kind=kLoop, calls=%o, metadata={op_name="jit(f)/layer1/jit(_layer)/norm"}
+  %a = bf16[4]{0} fusion(%x, %zero.0), kind=kLoop, calls=%f, metadata={op_name="jit(f)/layer0/jit(_layer)/add"}
+  %b = bf16[4]{0} fusion(%a, %zero.1, %own), kind=kLoop, calls=%f, metadata={op_name="jit(f)/layer1/jit(_layer)/add"}
+  ROOT %c = bf16[4]{0} fusion(%a, %b), kind=kLoop, calls=%f, metadata={op_name="jit(f)/layer2/jit(_layer)/add"}
+}
+"""  # noqa: E501
+
+
+def test_what_is_made_once_for_several_layers_is_of_none():
+    """Unlike what a layer makes and others read, and what a layer makes of nothing for itself."""
+    module = Module(LAYERS)
+    shared = checks._for_several(module)
+    launches = list(filter(checks._launches, module.scheduled()))
+    assert shared == {"zeros"}
+    assert checks._by_layer(launches, shared) == {None: 1, 0: 1, 1: 2, 2: 1}
+    assert checks._by_layer(launches, set()) == {0: 2, 1: 2, 2: 1}
