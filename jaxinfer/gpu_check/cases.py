@@ -260,7 +260,7 @@ def make_plan(target: GpuTarget, served: Served, layers: int | None = None) -> P
     kind, dims = groups[0].dtype, groups[0].dims
     attention = choose_body(*device, *dims, kind).implementation
     sampling = choose_sampling(device).implementation
-    experts = choose_experts(device, model, engine.dtype, ways, quantization)
+    experts = choose_experts(device, specs_of(model), engine.dtype, ways)
     grouped = None if experts is None else experts.implementation
     step = StepModel(model, groups, attention, mesh, experts=grouped, sampling=sampling)
     state = (params_of(specs_of(model)), pools, *others)
