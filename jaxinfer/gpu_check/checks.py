@@ -147,12 +147,13 @@ def _aliased(figures: Figures, expect: Expectation) -> Check:
 
 
 def _no_copies(module: Module, scheduled: list[Scheduled], expect: Expectation) -> Check:
-    """Nothing makes an array of the size of a layer's pool, but updates of the pool in place."""
+    """Nothing makes an array of the size of a layer's pool, or of its scales, but updates of them
+    in place."""
     made = [
         f"{s.instruction}"
         for s in scheduled
         for index, result in enumerate(s.instruction.results)
-        if result.nbytes >= expect.pool_array
+        if (result.nbytes >= expect.pool_array or result.nbytes == expect.scale_array)
         and s.instruction.opcode not in SILENT
         and not module.updates_in_place(s.instruction, index)
     ]
