@@ -192,21 +192,23 @@ def plan_memory(
     slot_bytes: int,
     device: Device,
     made: int | None = None,
+    loaded: bool = True,
 ) -> tuple[MemoryPlan, tuple[KVGroup, ...]]:
     """Divide the device's memory. Raises MemoryPlanError naming what does not fit and what to do.
 
     With tensor parallelism the figures are of one device, over which heads are divided.
-    `made`: see `workspace_bytes`.
+    `made`: see `workspace_bytes`. `loaded`: whether a host holds weights and slot state already.
     """
     kv_dtype = config.pages
     total, limit = device_memory(device)
     usable = min(int(total * config.memory_utilization), limit)
     if device.platform == "cpu":  # others use the host too; what is loaded is taken already
-        available = psutil.virtual_memory().available + weights_bytes + slot_bytes
+        available = psutil.virtual_memory().available
+        available += weights_bytes + slot_bytes if loaded else 0
         usable = min(usable, available)
     itemsize = jax.numpy.dtype(config.dtype).itemsize
     workspace = workspace_bytes(model, config, itemsize, made)
-    host, batch = _offload_bytes(model, config, kv_dtype)
+    host, batch = _offload_bytes(model, config, max_model_len)
     workspace, transfer = max(workspace, 2 * batch), 2 * MOST_BATCHES * batch
     if device.platform == "cpu":
         usable -= host
@@ -253,7 +255,7 @@ def plan_memory(
     return plan, groups
 
 
-def _offload_bytes(model: ModelConfig, config: EngineConfig, kv_dtype: str) -> tuple[int, int]:
+def _offload_bytes(model: ModelConfig, config: EngineConfig, length: int) -> tuple[int, int]:
     """Bytes of host memory for whole pages, and of one batch of pages on one device; (0, 0): off.
 
     Raises MemoryPlanError when the host has not as much, or it is less than one page.
@@ -261,8 +263,9 @@ def _offload_bytes(model: ModelConfig, config: EngineConfig, kv_dtype: str) -> t
     asked = config.kv_offload_bytes
     if not asked:
         return 0, 0
-    groups = kv_groups(model, 1, config.page_size, kv_dtype)
-    host = host_pages_for(groups, asked)[0] * sum(group.page_bytes for group in groups)
+    groups = kv_groups(model, 1, config.page_size, config.pages)
+    counts = host_pages_for(groups, asked, length)
+    host = sum(count * group.page_bytes for count, group in zip(counts, groups))
     available = psutil.virtual_memory().available
     if not 0 < host <= available:
         raise MemoryPlanError(

@@ -99,8 +99,8 @@ def paged_prefill(
 
     A tile is (first row in q, rows, row of the page table, position of the first row): at most
     `TILE_ROWS` consecutive tokens of one sequence. Tiles are ordered by first row and cover every
-    row that matters; tiles with 0 rows are padding and come last. The pool holds the chunk's own k and v already.
-    `window`, `soft_cap`, `sinks` and `block` as for `paged_attention`.
+    row that matters; tiles with 0 rows are padding and come last. The pool holds the chunk's own k
+    and v already. `window`, `soft_cap`, `sinks` and `block` as for `paged_attention`.
     """
     pool = _pool(k_pool, v_pool, value_dim, k_scale, v_scale, implementation)
     if not implementation.startswith("reference"):

@@ -51,8 +51,6 @@ def problem(weight: Any, x_dtype: Any, capability: Capability | None = None) -> 
     group = weight.block[1] if quantised else weight.shape[-1]
     stored, x_name, columns = values.dtype.name, jnp.dtype(x_dtype).name, weight.shape[-1]
     newest = STORED.get(stored)
-    if quantised and not weight.integral:
-        return "kernels read integers and integral zero points only"
     if x_name not in ROWS:
         return f"tensor cores would round {x_name} activations"
     if newest is None or not (quantised or stored == x_name):
