@@ -26,8 +26,9 @@ import numpy as np
 
 from jaxinfer.checkpoints.array_files import read_arrays, write_array
 from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.finite import non_finite
 from jaxinfer.checkpoints.partial_folder import partial_folder
-from jaxinfer.checkpoints.source import non_finite, summarise
+from jaxinfer.checkpoints.source import summarise
 from jaxinfer.config import DTYPES, ModelConfig
 from jaxinfer.field_rules import SETTINGS, TEXT, Rule, one_of
 from jaxinfer.json_files import parse_object
