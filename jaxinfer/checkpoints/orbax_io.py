@@ -242,12 +242,22 @@ def check(path: Path, manifest: Manifest) -> None:
     """Raise CheckpointError for tensors this version does not expect and files of a wrong size."""
     plain = family_of(manifest.config.family).param_specs(manifest.config)
     specs = quantised_specs(plain, manifest.quantization, manifest.dtype, manifest.layouts)
-    expected = {name: spec.shape for name, spec in named_leaves(specs)}
-    found = {name: shape for name, (shape, _) in manifest.tensors.items()}
+    expected = {
+        name: (spec.shape, spec.resolve_dtype(manifest.dtype).name)
+        for name, spec in named_leaves(specs)
+    }
+    found = manifest.tensors
     problems = [
-        f"{name}: expected shape {list(expected[name])}, found {list(found[name])}"
+        f"{name}: expected shape {list(expected[name][0])} of {expected[name][1]}, "
+        f"found {list(found[name][0])} of {found[name][1]}"
         for name in expected
         if name in found and expected[name] != found[name]
+    ]
+    parameters = dict(named_leaves(plain))
+    problems += [
+        f"layouts: {name}: not a parameter of this model"
+        for name in manifest.layouts or ()
+        if name not in parameters
     ]
     problems += [f"{name}: missing" for name in expected if name not in found]
     problems += [f"{name}: not a tensor of this model" for name in found if name not in expected]

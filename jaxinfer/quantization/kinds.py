@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jaxinfer.field_rules import FLAG, integer, one_of
+
 Activations = Literal["as_given", "int8", "int8_pair", "float8_e4m3fn"]
 Values = Literal["int8", "float8_e4m3fn", "int4", "float4_e2m1fn"]
 BITS: dict[str, int] = {"int8": 8, "float8_e4m3fn": 8, "int4": 4, "float4_e2m1fn": 4}
@@ -76,11 +78,23 @@ class Layout:
     @staticmethod
     def from_json(data: dict[str, Any]) -> Layout:
         """Raises ValueError for what is no layout."""
+        for name, rule in _RULES.items():
+            rule.check(f"layout {data}: {name}", data.get(name))
         layout = Layout(**data)
-        sizes = (layout.group, layout.rows, layout.terms)
-        if layout.values not in BITS or any(type(size) is not int or size < 0 for size in sizes):
-            raise ValueError(f"layout {data} is not known")
+        if layout.zeros and layout.values != "int4":
+            raise ValueError(f"layout {data}: zero points are of int4 only")
         return layout
+
+
+_RULES = {  # of a layout's fields
+    "values": one_of(*BITS),
+    "group": integer(0, 1 << 30),
+    "rows": integer(1, 1 << 30),
+    "terms": one_of(1, 2),
+    "zeros": one_of("", "uint8", "float32"),
+    "order": FLAG,
+    "scales": one_of("float32", "bfloat16", "float16"),
+}
 
 
 @dataclass(frozen=True, slots=True)
