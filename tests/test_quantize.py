@@ -163,6 +163,17 @@ def test_what_is_made_is_served(method, bits, tmp_path):
     assert 1e-4 < apart < (0.5 if bits == 4 else 0.05)
 
 
+def test_the_nearest_is_what_loading_makes(tmp_path):
+    source = hf_folder(tmp_path / "hf")
+    made = load_model(quantise_checkpoint(source, tmp_path / "q", Settings("rtn")))
+    loaded = load_model(source, quantization="int4")
+    assert jax.tree.structure(made.params) == jax.tree.structure(loaded.params)
+    for one, other in zip(jax.tree.leaves(made.params), jax.tree.leaves(loaded.params)):
+        np.testing.assert_array_equal(one, other)
+    vocabulary = loaded.params["embed"]
+    assert vocabulary.values.dtype == "int8" and loaded.params["layers"][0]["o"].zeros is not None
+
+
 def test_an_engine_serves_what_was_made(tmp_path):
     """XLA makes numbers of its vocabulary too, which is in 8 bits: that is planned for."""
     target = quantise_checkpoint(hf_folder(tmp_path / "hf"), tmp_path / "q", Settings("rtn", 4, 16))

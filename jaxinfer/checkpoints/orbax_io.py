@@ -132,6 +132,8 @@ def writing(
 
             tokenizer.save(partial / TOKENIZER)
             specs = family_of(config.family).param_specs(config)
+            if layouts is None and quantization != NONE:
+                layouts = own_layouts(specs, quantization)  # as this version has them
             stored = quantised_specs(specs, quantization, dtype, layouts)
             _save_skeleton(partial / PARAMS, stored, dtype)
             yield write

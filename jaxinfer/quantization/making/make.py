@@ -71,13 +71,10 @@ class Settings:
         return "int4" if self.bits == 4 else "int8"
 
     def layout(self, spec: ParamSpec) -> Layout | None:
-        """Of a parameter; groups are halved until they divide it. The vocabulary, which answers
-        depend on most, has 8 bits and one scale a row."""
-        if spec.axes[0] == "vocab":
-            return Layout() if spec.inputs else None
-        zeros: Any = "uint8" if self.bits == 4 else ""
-        wanted = Layout("int4" if self.bits == 4 else "int8", max(self.group_size, 0), zeros=zeros)
-        return own_layout(spec, dataclasses.replace(KINDS[self.kind], layout=wanted))
+        """Of a parameter: as the kind has it, but for the size of groups."""
+        kind = KINDS[self.kind]
+        wanted = dataclasses.replace(kind.layout, group=max(self.group_size, 0))
+        return own_layout(spec, dataclasses.replace(kind, layout=wanted))
 
 
 def quantise_checkpoint(
