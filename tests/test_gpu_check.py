@@ -109,7 +109,8 @@ def test_quantised_weights_are_read_in_fewer_bytes(rows):
     for kind in ("fp8", "w8a8-fp8"):
         assert weights(kind) - 2 * vocabulary == pytest.approx(plain / 2, rel=1e-3)
     grouped = plain * (4 + 40 / 128) / 16  # a group of 128 has a scale and a zero point
-    assert weights("int4") - vocabulary == pytest.approx(grouped, rel=1e-3)
+    of_rows = 2 * 128_256 * 4  # scales of the vocabulary's
+    assert weights("int4") - vocabulary - of_rows == pytest.approx(grouped, rel=1e-3)
 
 
 def test_deepseek_v3_fits_on_eight_gpus_in_float8_only():
