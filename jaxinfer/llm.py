@@ -87,6 +87,7 @@ def open_engine(
     checkpoint, ValueError for a configuration that does not fit it.
     """
     from jaxinfer.checkpoints import load_model
+    from jaxinfer.cpu_kernels.choose import prepare_weights
     from jaxinfer.demo import DEMO, demo_checkpoint
     from jaxinfer.startup import build_engine, param_placement
 
@@ -102,6 +103,7 @@ def open_engine(
     )
     _log_defaults(loaded.generation)
     served = dataclasses.replace(config, dtype=loaded.dtype, quantization=loaded.quantization)
+    prepare_weights(loaded, served)
     return loaded, build_engine(loaded, served, progress)
 
 

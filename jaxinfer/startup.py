@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.compile_watch import CompileWatch
 from jaxinfer.config import Determinism, EngineConfig, ModelConfig
+from jaxinfer.cpu_kernels.choose import attention_heads
 from jaxinfer.determinism import ATTENTION_BLOCK, Build, choose
 from jaxinfer.engine import Engine
 from jaxinfer.expert_load import ExpertLoad
@@ -209,6 +210,7 @@ def _builder(
         block,
         experts=_experts(device, model, config),
         sampling=_sampling(device),
+        cpu_heads=attention_heads(config, model, groups[0]),
     )
     state = (runner.params, runner.pools, runner.slots, runner.options, runner.history)
     store = None  # which keeps programs of a single device only

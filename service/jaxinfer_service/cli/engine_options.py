@@ -172,6 +172,15 @@ Deterministic = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+CpuKernels = Annotated[
+    bool | None,
+    typer.Option(
+        "--cpu-kernels/--no-cpu-kernels",
+        help="On a CPU, multiply float32 weights and attend by kernels made for it, not by XLA.",
+        show_default=engine_default("cpu_kernels"),
+        rich_help_panel=_ENGINE,
+    ),
+]
 Quantization = Annotated[
     str | None,
     typer.Option(
@@ -275,6 +284,7 @@ class EngineOptions:
     max_num_batched_tokens: MaxNumBatchedTokens = None
     tensor_parallel_size: TensorParallelSize = None
     deterministic: Deterministic = None
+    cpu_kernels: CpuKernels = None
     kv_cache_memory: KvCacheMemory = None
     kv_cache_dtype: KvCacheDtype = None
     gpu_memory_utilization: GpuMemoryUtilization = None
