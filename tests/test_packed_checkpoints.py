@@ -13,7 +13,7 @@ import pytest
 import tiny_packed as packs
 from safetensors.numpy import load_file, save_file
 from test_families import oracle
-from tiny_checkpoint import dense_logits, expected
+from tiny_checkpoint import dense_logits, expected, hf_folder
 
 from jaxinfer.checkpoints import CheckpointError, convert, inspect_checkpoint, load_model
 from jaxinfer.models.hf_quantization import hf_storage
@@ -172,7 +172,7 @@ def test_what_a_checkpoint_asks_for_besides_is_said(tmp_path, caplog):
             "model.layers.0.self_attn.k_proj.k_scale": np.ones(1, np.float32)})
     )  # fmt: skip
     with caplog.at_level(logging.INFO, logger="jaxinfer"):
-        load_model(folder, dtype="float32")
+        load_model(folder, dtype="float32", quantization="w8a8-fp8")
     for words in ("scales of activations", "kv_cache_scheme is not used", "scales of the KV cache"):
         assert words in caplog.text
 
@@ -229,23 +229,6 @@ def zeroed(suffix: str) -> Any:
     return changed(suffix, np.zeros_like)
 
 
-def plain() -> Any:
-    """The numbers themselves, in place of all that is packed."""
-
-    def change(held: dict[str, np.ndarray]) -> None:
-        parts = tuple(packs.awq(np.ones((8, 16), np.float32))[0])
-        for name in [name for name in held if name.endswith(parts)]:
-            module, _, suffix = name.rpartition(".")
-            if suffix == "scales":
-                rows = held[name].shape[1]
-                columns = held[f"{module}.qweight"].shape[0]
-                held[f"{module}.weight"] = np.ones((rows, columns), np.float32)
-        for name in [name for name in held if name.endswith(parts)]:
-            del held[name]
-
-    return change
-
-
 @pytest.mark.parametrize(
     ("way", "change", "words"),
     [
@@ -254,7 +237,6 @@ def plain() -> Any:
         ("awq", cut("scales"), [Q, "scales has shape [1, 64], expected [2, 64] for groups of 16"]),
         ("awq", poisoned("scales"), [Q, "scales are NaN or Inf"]),
         ("awq", zeroed("scales"), [Q, "all its scales are 0, but its values are not"]),
-        ("awq", plain(), ["no tensor is stored as quantization_config says (awq)"]),
         ("gptq", changed("g_idx", lambda a: a[::-1]), [Q, "g_idx has columns in another order"]),
         (
             "gptq act-order", changed("g_idx", lambda a: a * 0),
@@ -294,6 +276,15 @@ def test_defects_are_named(way, change, words, tmp_path):
     with pytest.raises(CheckpointError) as caught:
         load_model(folder, dtype="float32")
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_config_that_no_tensor_is_stored_by_is_named(tmp_path):
+    folder = hf_folder(tmp_path / "hf")
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = packs.AWQ_CONFIG
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="no tensor is stored as quantization_config"):
+        load_model(folder)
 
 
 def config_with(folder: Path, **changes: Any) -> Path:

@@ -165,8 +165,8 @@ def test_what_is_made_is_served(method, bits, tmp_path):
 
 def test_the_nearest_is_what_loading_makes(tmp_path):
     source = hf_folder(tmp_path / "hf")
-    made = load_model(quantise_checkpoint(source, tmp_path / "q", Settings("rtn")))
-    loaded = load_model(source, quantization="int4")
+    target = quantise_checkpoint(source, tmp_path / "q", Settings("rtn"))
+    made, loaded = (load_model(path, quantization="int4") for path in (target, source))
     assert jax.tree.structure(made.params) == jax.tree.structure(loaded.params)
     for one, other in zip(jax.tree.leaves(made.params), jax.tree.leaves(loaded.params)):
         np.testing.assert_array_equal(one, other)
