@@ -35,6 +35,8 @@ Place = Callable[[Any, ParamSpec], Any]  # host array, or Quantised -> where the
 _LAYER = re.compile(r"model\.layers\.(\d+)(?=\.)")
 # Buffers that some exporters write and nothing reads: they follow from the config.
 _HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.(attn|attention)\.(masked_)?bias")
+# What files and trees call integers; quantised weights come apart.
+_INTEGERS = re.compile(r"BOOL|[IU]\d+|bool|u?int\d+")
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
 
@@ -89,7 +91,7 @@ def check_vocabulary(description: str, config: ModelConfig, tokenizer: Tokenizer
 
 
 def check_inventory(source: Source) -> None:
-    """Raise CheckpointError listing every tensor that is missing, extra or misshapen."""
+    """Raise CheckpointError listing tensors that are missing, extra, misshapen or of integers."""
     shapes, where = source.tensors.shapes, source.tensors.where
     expected = {
         name: shape
@@ -105,6 +107,12 @@ def check_inventory(source: Source) -> None:
         f"{where(name)}: {name}: expected shape {list(shape)}, found {list(shapes[name])}"
         for name, shape in expected.items()
         if name in shapes and shapes[name] != shape
+    ]
+    problems += [
+        f"{where(name)}: {name}: stored as {kind}, expected floating point numbers"
+        for name in expected
+        if name in shapes and source.packed is None
+        if _INTEGERS.fullmatch(kind := source.tensors.storage(name)[0])
     ]
     problems += [
         f"{where(name)}: {name}: {_why_extra(source, name)}"
@@ -223,9 +231,6 @@ def _combined(
     parts = []
     for name in names:
         part = source.tensors.read(name)
-        if part.dtype.kind in "iub":
-            where = source.tensors.where(name)
-            raise CheckpointError(f"{where}: {name}: stored as {part.dtype}, expected numbers")
         if bad := non_finite(part):
             raise CheckpointError(
                 f"{source.tensors.where(name)}: {name}: {bad} of {part.size} values are NaN or Inf"

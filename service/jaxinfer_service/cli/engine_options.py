@@ -187,7 +187,8 @@ Quantization = Annotated[
         metavar="KIND",
         help="Weights rounded as they are loaded: "
         + "; ".join(f"{name}: {kind.what}" for name, kind in KINDS.items())
-        + f"; {AUTO}: what is best on the device; {NONE}.",
+        + f"; {AUTO}: what is best on the device; {NONE}. On CPUs numbers are made, at load, of "
+        "stored weights of which every step would make some, unless their kind is named.",
         show_default="as stored",
         rich_help_panel=_ENGINE,
     ),
