@@ -172,7 +172,7 @@ def test_mxfp4_experts_are_kept_as_they_are_published(packed_folder, tmp_path):
     assert np.abs(found - wanted).max() < 1e-4 * np.abs(wanted).max()
     assert 1e-3 < np.linalg.norm(found - oracles) / np.linalg.norm(oracles) < 0.5
     converted = load_model(
-        convert(packed_folder, tmp_path / "orbax", "float32", quantization="mxfp4")
+        convert(packed_folder, tmp_path / "orbax", "float32"), quantization="mxfp4"
     )
     assert converted.quantization == "mxfp4" and same_parameters(converted, kept)
 
