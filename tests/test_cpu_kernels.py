@@ -15,8 +15,11 @@ from test_families import family_folder, oracle
 from tiny_checkpoint import dense_logits
 
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.bench import setup
 from jaxinfer.checkpoints import load_model
+from jaxinfer.config import EngineConfig
 from jaxinfer.cpu_kernels import compiler
+from jaxinfer.cpu_kernels.choose import prepare_weights
 from jaxinfer.cpu_kernels.compiler import vectors
 from jaxinfer.cpu_kernels.heads import Heads
 from jaxinfer.cpu_kernels.panels import Panels, in_panels, multiply_panels, rows_of_panels
@@ -238,6 +241,19 @@ def test_an_engine_says_the_same_with_kernels_and_without(tmp_path):
     assert said[0] == said[1]
 
 
+def test_a_benchmarks_variants_have_their_weights_as_they_say(tmp_path, monkeypatch):
+    model = load_model(family_folder(tmp_path / "qwen3", "qwen3"), dtype="float32")
+    prepare_weights(model, EngineConfig())
+    monkeypatch.setattr(setup, "build_engine", lambda *_: None)
+    bench = setup.BenchEngine(None, model, EngineConfig())
+    plain = setup.start_variant(bench, "cpu_kernels=false")
+    again = setup.start_variant(plain, "cpu_kernels=true")
+    weights = [run.model.params["layers"][0]["qkv"] for run in (bench, plain, again)]
+    assert [isinstance(weight, Panels) for weight in weights] == [True, False, True]
+    np.testing.assert_array_equal(weights[0].array(), weights[1])
+    np.testing.assert_array_equal(weights[0].values, weights[2].values)
+
+
 def test_damaged_code_in_the_cache_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
     script = "from jaxinfer.cpu_kernels import matmul; print(matmul.register())"
@@ -257,6 +273,7 @@ def test_damaged_code_in_the_cache_is_made_again(tmp_path, monkeypatch):
 
 NARROW = """
 from jaxinfer.cpu_kernels import compiler
+from jaxinfer.cpu_kernels.choose import prepare_weights
 compiler._INSTRUCTIONS = tuple(s for s in compiler._INSTRUCTIONS if s[1].lanes == {lanes})
 compiler._INSTRUCTIONS = tuple(("sse2", s[1]) for s in compiler._INSTRUCTIONS)
 import pytest, sys

@@ -12,6 +12,8 @@ from jaxinfer.bench.do_nothing import do_nothing_model
 from jaxinfer.bench.report import Report
 from jaxinfer.checkpoints import LoadedModel
 from jaxinfer.config import EngineConfig
+from jaxinfer.cpu_kernels.choose import prepare_weights
+from jaxinfer.cpu_kernels.panels import without_panels
 from jaxinfer.engine import Engine
 from jaxinfer.llm import open_engine
 from jaxinfer.quantization.quantise import quantised_model
@@ -63,9 +65,12 @@ def start_variant(bench: BenchEngine, setting: str, progress: Report | None = No
 def start_changed(
     bench: BenchEngine, changes: Mapping[str, Any], progress: Report | None = None
 ) -> BenchEngine:
-    """A second engine on the same parameters, or on a copy of them in another kind, with some
+    """A second engine on the same parameters, or on a copy of them in another form, with some
     fields of its configuration changed."""
     config, model = dataclasses.replace(bench.config, **changes), bench.model
+    if "cpu_kernels" in changes:
+        model = dataclasses.replace(model, params=without_panels(model.params))
+        prepare_weights(model, config)
     if "quantization" in changes:
         model = quantised_model(model, changes["quantization"])
         config = dataclasses.replace(config, quantization=model.quantization)

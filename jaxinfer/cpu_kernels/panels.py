@@ -63,6 +63,15 @@ def in_panels(params: Tree, specs: Tree, width: int) -> int:
     return count
 
 
+def without_panels(params: Tree) -> Tree:
+    """A tree of its own in which arrays are in the place of panels."""
+
+    def of(leaf: Any) -> Any:
+        return jnp.asarray(leaf.array()) if isinstance(leaf, Panels) else leaf
+
+    return jax.tree.map(of, params, is_leaf=lambda leaf: isinstance(leaf, Panels))
+
+
 def _places(params: Tree, specs: Tree) -> Iterator[tuple[Any, Any, ParamSpec]]:
     """The dict or list and the key in it of every parameter, and its spec."""
     for key in specs if isinstance(specs, dict) else range(len(specs)):
