@@ -40,6 +40,7 @@ from jaxinfer.compile_watch import CompileWatch
 from jaxinfer.expert_load import ExpertLoad
 from jaxinfer.grammar_process import GrammarError
 from jaxinfer.load import Load, SlotRow, StepRecord
+from jaxinfer.load_now import load_of
 from jaxinfer.memory_plan import MemoryPlan
 from jaxinfer.prompt_logprobs import PromptLogprobs
 from jaxinfer.request import (
@@ -47,6 +48,7 @@ from jaxinfer.request import (
     Command,
     Counters,
     FinishReason,
+    FlushPrefixes,
     LateError,
     Request,
     SequenceEvent,
@@ -90,7 +92,7 @@ class Engine:
         masks: TokenMasks | None = None,
     ):
         self.masks = masks  # None where no request has rules
-        self._unread, self._num_ruled = Unread(), 0  # sequences with rules
+        self.unread, self._num_ruled = Unread(), 0  # sequences with rules
         self._clock = clock
         self.experts = experts  # tokens that went to each; None for a model without
         self.memory, self.compiles = memory, compiles  # None where nothing real runs
@@ -102,7 +104,7 @@ class Engine:
         self.times = StepTimes(clock or time.monotonic)
         self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()
         self._pending: list[SequenceEvent] = []  # ends decided between steps
-        self._load = self._look()
+        self._load = load_of(self)
 
     @property
     def counters(self) -> Counters:
@@ -112,11 +114,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do, or is doing it. May be asked from any thread."""
-        return bool(self._in_flight or self._pending or self.scheduler.has_work or self._unread)
+        return bool(self._in_flight or self._pending or self.scheduler.has_work or self.unread)
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request of this id waits or runs. May be asked from any thread."""
-        return request_id in self.scheduler.by_id or request_id in self._unread
+        return request_id in self.scheduler.by_id or request_id in self.unread
 
     def execute(self, command: Command, now: float) -> None:
         """Take one command. Raises ValueError for a request id already in use."""
@@ -124,9 +126,11 @@ class Engine:
             self._submit(command.request, now)
         elif isinstance(command, Abort):
             self._abort(command, now)
+        elif isinstance(command, FlushPrefixes):
+            self.scheduler.pages.flush()
         elif (sequence := self.scheduler.by_id.get(command.request_id)) is not None:
             self.scheduler.hold(sequence, command.held, now)
-        self._load = self._look()
+        self._load = load_of(self)
 
     def _submit(self, request: Request, now: float) -> None:
         if self.has_request(request.id):
@@ -136,18 +140,18 @@ class Engine:
             self._queue(request, None, now)
             return
         assert self.masks is not None, "this engine was built without token masks"
-        self._unread.add(request, self.masks.rules(request.rules))
+        self.unread.add(request, self.masks.rules(request.rules))
         self._queue_read(now)
 
     def _queue_read(self, now: float) -> None:
         """Queue those whose first token's mask is known; end those whose time is over."""
-        for request, rules in self._unread.take_read():
+        for request, rules in self.unread.take_read():
             self._queue(request, rules, now)
-        for request_id in self._unread.expired(now):
+        for request_id in self.unread.expired(now):
             self._end_unread(request_id, FinishReason.DEADLINE, now)
 
     def _end_unread(self, request_id: str, reason: FinishReason, now: float) -> None:
-        self._unread.remove(request_id)
+        self.unread.remove(request_id)
         self._tally.ended(reason)
         self._pending.append(SequenceEvent(request_id, finish=reason, time=now))
 
@@ -168,19 +172,19 @@ class Engine:
         """End every request, of which nobody is told: no more steps are taken."""
         for sequence in list(self.scheduler.by_id.values()):
             self._end(sequence, FinishReason.CANCELLED, now)
-        for request_id in self._unread.ids():
+        for request_id in self.unread.ids():
             self._end_unread(request_id, FinishReason.CANCELLED, now)
         self.scheduler.stop()
         self._in_flight.clear()
         self._pending.clear()
-        self._load = self._look()
+        self._load = load_of(self)
 
     def step(self, now: float) -> list[SequenceEvent]:
         """Dispatch the next step, read the previous one, return what it brought."""
         began = self.times.clock()
         for sequence in self.scheduler.deadlines.expired(now):
             self._end(sequence, FinishReason.DEADLINE, now)
-        if self._unread:
+        if self.unread:
             self._queue_read(now)
         plan = self.scheduler.plan(now)
         self._tally.decisions(self.scheduler)
@@ -193,11 +197,11 @@ class Engine:
             self._in_flight.append((plan, handle, self.times.clock()))
             events += self._announced(plan, now)
         elif not self._in_flight:
-            self._unread.wait(RULES_WAIT_S)
+            self.unread.wait(RULES_WAIT_S)
         self._read_steps(1 if self.overlap and plan is not None else 0, read, now)
         events += read + self._pending  # what reading brought, and brought to an end
         self._pending = []
-        self._load = self._look()
+        self._load = load_of(self)
         self.times.stepped(began)
         return events
 
@@ -336,7 +340,7 @@ class Engine:
         return SequenceEvent(id_, tokens, logprobs, finish, "", now, first, cached, of_prompt, lost)
 
     def _abort(self, command: Abort, now: float) -> None:
-        if command.request_id in self._unread:
+        if command.request_id in self.unread:
             self._end_unread(command.request_id, command.reason, now)
             return
         sequence = self.scheduler.by_id.get(command.request_id)
@@ -383,18 +387,3 @@ class Engine:
     def compiles_after_ready(self) -> int:
         """Programs that JAX compiled while serving; there should be none."""
         return self.compiles.compiles_after_ready if self.compiles else 0
-
-    def _look(self) -> Load:
-        scheduler, counters = self.scheduler, self.counters
-        return Load(
-            slots=self.limits.max_num_seqs,
-            running=len(scheduler.running) + len(scheduler.leaving),
-            waiting=len(scheduler.waiting) + len(self._unread) + len(scheduler.waiting.held),
-            waiting_tokens=scheduler.waiting.tokens + self._unread.tokens,
-            deferred=len(self._unread) + len(scheduler.waiting.passed),
-            preempted=scheduler.waiting.preempted,
-            held=len(scheduler.waiting.held),
-            pages=scheduler.pages.count(),
-            page_size=scheduler.limits.page_size,
-            counters=dataclasses.replace(counters, by_reason=dict(counters.by_reason)),
-        )

@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -30,10 +29,12 @@ from jaxinfer.grammar_process import GrammarError
 from jaxinfer.load import Load
 from jaxinfer.replies.reader import Replies
 from jaxinfer.request import (
+    REFUSALS,
     Abort,
     Counters,
     EngineStoppedError,
     FinishReason,
+    FlushPrefixes,
     Hold,
     QueueFullError,
     Request,
@@ -45,9 +46,7 @@ from jaxinfer.request import (
 from jaxinfer.stream import Sample, Stream
 from jaxinfer.structure_check import refusal
 from jaxinfer.structured import StructuredOutput
-from jaxinfer.text import AnyPrompt, Delta, Finish, Params, TextProcessor, Timing, is_chat
-
-logger = logging.getLogger(__name__)
+from jaxinfer.text import AnyPrompt, Params, TextProcessor, is_chat
 
 LONG_TEXT = 8192  # characters (or ids) from which on encoding (decoding) leaves the event loop
 
@@ -82,7 +81,7 @@ class Frontend:
         self._busy_since = clock()
         self._empty = asyncio.Event()
         self._empty.set()
-        self._refused = 0
+        self._refused = dict.fromkeys(REFUSALS, 0)  # before the engine
         self._dropped_tokens = 0
 
     # -- requests --------------------------------------------------------------------------------
@@ -110,8 +109,8 @@ class Frontend:
             if (structure := requests[0].params.structured) is not None:
                 await self._check(structure)
                 self._require_open()
-        except (RequestError, EngineStoppedError, QueueFullError):
-            self._refused += 1
+        except (RequestError, EngineStoppedError, QueueFullError) as error:
+            self._refused[_why(error)] += 1
             raise
         if isinstance(prompt, Conversation):
             conversation = prompt
@@ -129,8 +128,8 @@ class Frontend:
         try:
             self._require_open()
             return await self.encode(prompt, add_special_tokens)
-        except (RequestError, EngineStoppedError):
-            self._refused += 1
+        except (RequestError, EngineStoppedError) as error:
+            self._refused[_why(error)] += 1
             raise
 
     async def _check(self, structure: StructuredOutput) -> None:
@@ -176,8 +175,8 @@ class Frontend:
             while unsent:
                 self._engine.send(Submit(unsent[0].request))
                 unsent.pop(0)
-        except (QueueFullError, EngineStoppedError):  # all of them or none
-            self._refused += len(unsent)
+        except (QueueFullError, EngineStoppedError) as error:  # all of them or none
+            self._refused[_why(error)] += len(unsent)
             for sample in unsent:
                 self._forget(sample)
             self._leave(stream)
@@ -203,6 +202,13 @@ class Frontend:
             return False
         self._end(stream, FinishReason.CANCELLED)
         return True
+
+    def flush_prefixes(self) -> None:
+        """Let no request that comes from now on find what was computed for others before.
+
+        Raises EngineStoppedError.
+        """
+        self._engine.send(FlushPrefixes())
 
     def _leave(self, stream: Stream) -> None:
         """The reader left. Tell the engine of what was not complete.
@@ -266,7 +272,7 @@ class Frontend:
             if sample is None:
                 self._dropped_tokens += len(event.tokens)
                 continue
-            delta = _push(sample, event)
+            delta = sample.push(event)
             self._note_tokens(sample, len(delta.token_ids), event.time)
             self._dropped_tokens += len(event.tokens) - len(delta.token_ids)
             if delta.finish is None:
@@ -320,10 +326,12 @@ class Frontend:
         return dataclasses.replace(load, counters=self._with_own(load.counters))
 
     def _with_own(self, counters: Counters) -> Counters:
+        before = sum(self._refused.values())
         return dataclasses.replace(
             counters,
-            received=counters.received + self._refused,
-            refused=counters.refused + self._refused,
+            received=counters.received + before,
+            refused=counters.refused + before,
+            refused_by=self._refused | {"late": counters.refused},  # the engine's only reason
             generated_tokens=counters.generated_tokens - self._dropped_tokens,
         )
 
@@ -384,16 +392,8 @@ class Frontend:
         self._engine.stop(self._closed or "the engine was stopped")
 
 
-def _push(sample: Sample, event: SequenceEvent) -> Delta:
-    """What an event adds to an output. A fault there ends its sample, and nobody else's."""
-    try:
-        return sample.output.push(event)
-    except Exception as error:
-        logger.exception("request %s failed", event.request_id)
-        failure = f"the output cannot be decoded: {type(error).__name__}: {error}"
-        elapsed = event.time - sample.request.arrival
-        return Delta(
-            sample.output.index,
-            finish=Finish(FinishReason.ERROR, error=failure),
-            timing=Timing(None, None, elapsed),
-        )
+def _why(error: Exception) -> str:
+    """Which of `REFUSALS` an error is."""
+    if isinstance(error, QueueFullError):
+        return "queue_full"
+    return "unavailable" if isinstance(error, EngineStoppedError) else "invalid"

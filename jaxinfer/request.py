@@ -212,7 +212,12 @@ class Hold:
     held: bool
 
 
-Command = Submit | Abort | Hold
+@dataclass(frozen=True, slots=True)
+class FlushPrefixes:
+    """Command: let nobody find what was computed before; those that run keep their pages."""
+
+
+Command = Submit | Abort | Hold | FlushPrefixes
 
 
 @dataclass(slots=True)
@@ -247,6 +252,11 @@ class EngineStoppedError(RuntimeError):
     """The engine takes no requests: it is draining, stalled or dead. The message says which."""
 
 
+# Why requests are not taken: bad input, no room in the queue, a server that takes none, and a
+# deadline that could not be met.
+REFUSALS = ("invalid", "queue_full", "unavailable", "late")
+
+
 @dataclass(slots=True)
 class Counters:
     """Since start. received = finished + aborted + refused + running + waiting."""
@@ -262,3 +272,4 @@ class Counters:
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # those found
     by_reason: dict[str, int] = field(default_factory=dict)
+    refused_by: dict[str, int] = field(default_factory=dict)  # all of `refused`, see REFUSALS

@@ -14,13 +14,14 @@ from jax.sharding import Mesh
 
 from jaxinfer.compile_watch import CompileWatch
 from jaxinfer.config import Determinism, EngineConfig, ModelConfig
+from jaxinfer.cpu_kernels.choose import attention_heads
 from jaxinfer.determinism import ATTENTION_BLOCK, Build, choose
 from jaxinfer.engine import Engine
 from jaxinfer.expert_load import ExpertLoad
 from jaxinfer.experts import choose_experts, largest_copied
 from jaxinfer.host_memory import keep_freed_memory
 from jaxinfer.kv_pool import KVGroup, empty_pools, host_pages_for, kv_groups, pages_for
-from jaxinfer.memory_plan import MemoryPlan, plan_memory
+from jaxinfer.memory_plan import MemoryPlan, MemoryPlanError, plan_memory, state_bytes
 from jaxinfer.models import family_of
 from jaxinfer.page_dtypes import in_8_bits
 from jaxinfer.page_transfer import PageTransfer
@@ -176,7 +177,8 @@ def _runner(
         sizes = (config.max_num_seqs, config.max_num_batched_tokens, config.page_size, len(groups))
         build(step_shapes(*sizes))
     if config.kv_offload_bytes:
-        host_pages = host_pages_for(groups, config.kv_offload_bytes)
+        length = _max_model_len(model, config)
+        host_pages = host_pages_for(groups, config.kv_offload_bytes, length)
         by_group = [(programs.read_pages[i], programs.write_pages[i]) for i in range(len(groups))]
         runner.transfer = PageTransfer(groups, host_pages, by_group)
     seconds, temporary = time.monotonic() - started, programs.temp_bytes
@@ -209,11 +211,12 @@ def _builder(
     step_model = StepModel(
         model,
         groups,
-        _attention(device, groups),
+        _attention(device, groups, config.dtype),
         mesh,
         block,
         experts=experts.implementation if experts else None,
         sampling=_sampling(device),
+        cpu_heads=attention_heads(config, model, groups[0]),
     )
     state = (runner.params, runner.pools, runner.slots, runner.options, runner.history)
     store = None  # which keeps programs of a single device only
@@ -255,6 +258,19 @@ def param_placement(config: EngineConfig) -> Callable[[ParamSpec], Any] | None:
     return None if mesh is None else functools.partial(sharding_of, mesh=mesh)
 
 
+def has_room(config: EngineConfig, model: ModelConfig, dtype: str, weights: int) -> bool:
+    """Whether a model that is not loaded yet could be served from a host's memory, with weights of
+    so many bytes, which all devices of a host have together."""
+    config = dataclasses.replace(config, dtype=dtype, quantization=NONE)
+    length = _max_model_len(model, config)
+    kept = state_bytes(model, config, length)
+    try:
+        plan_memory(model, config, length, weights, kept, jax.devices()[0], loaded=False)
+    except MemoryPlanError:
+        return False
+    return True
+
+
 def _device(device: jax.Device) -> Device:
     """What kernels are chosen by."""
     version: str | None = getattr(device, "compute_capability", None)
@@ -263,9 +279,9 @@ def _device(device: jax.Device) -> Device:
     return Device(device.platform, device.device_kind, capability)
 
 
-def _attention(device: Device, groups: tuple[KVGroup, ...]) -> Implementation:
+def _attention(device: Device, groups: tuple[KVGroup, ...], dtype: str) -> Implementation:
     """What computes attention; the log says why if it is no kernel on a GPU."""
-    body = choose_body(*device, *groups[0].dims, groups[0].dtype)
+    body = choose_body(*device, *groups[0].dims, groups[0].dtype, dtype)
     if body.why:
         logger.warning("attention is computed by XLA, not by kernels: %s (docs/gpu.md)", body.why)
     return body.implementation

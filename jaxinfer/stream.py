@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from jaxinfer.request import EngineStoppedError, Request
-from jaxinfer.text import Delta, OutputBuilder
+from jaxinfer.request import EngineStoppedError, FinishReason, Request, SequenceEvent
+from jaxinfer.text import Delta, Finish, OutputBuilder, Timing
+
+logger = logging.getLogger(__name__)
 
 MOST_UNREAD = 8192  # tokens of a sample that wait, or entries of logprobs: about 1 MB
 
@@ -24,6 +27,20 @@ class Sample:
     generated: int = 0  # tokens its reader was given
     held: bool = False  # it was set aside until its reader has taken what waits
     last_token: float | None = None  # when it had the last one
+
+    def push(self, event: SequenceEvent) -> Delta:
+        """What an event adds. A fault there ends this sample, and nobody else's."""
+        try:
+            return self.output.push(event)
+        except Exception as error:
+            logger.exception("request %s failed", event.request_id)
+            failure = f"the output cannot be decoded: {type(error).__name__}: {error}"
+            elapsed = event.time - self.request.arrival
+            return Delta(
+                self.output.index,
+                finish=Finish(FinishReason.ERROR, error=failure),
+                timing=Timing(None, None, elapsed),
+            )
 
 
 class Stream:

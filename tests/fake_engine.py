@@ -22,6 +22,7 @@ from jaxinfer.request import (
     Abort,
     Counters,
     FinishReason,
+    FlushPrefixes,
     Hold,
     Request,
     SequenceEvent,
@@ -166,6 +167,9 @@ class ScriptedEngine:
                 return
             self.counters.prompt_tokens += len(command.request.prompt)
             self.waiting.append(command.request)
+            return
+        if isinstance(command, FlushPrefixes):
+            self.cached = lambda request: 0
             return
         if isinstance(command, Hold):
             self.holds.append(command)

@@ -7,7 +7,7 @@ import json
 
 import pytest
 from fake_engine import ScriptedEngine, forever, limits
-from jaxinfer_service import bench_serve
+from jaxinfer_service.bench import serve as bench_serve
 from serving import in_loop, serving
 from tiny_checkpoint import hf_folder
 from typer.testing import CliRunner
@@ -186,18 +186,21 @@ def test_a_server_that_is_not_there_ends_in_one_line():
     assert "127.0.0.1:1 is not serving" in result.output
 
 
+@pytest.mark.parametrize("backend", ["grpc", "openai"])
 @in_loop
-async def test_load_on_a_server_over_grpc(tmp_path):
+async def test_load_on_a_server_by_either_door(backend, tmp_path):
     engine = ScriptedEngine(forever, limits(max_queued_requests=100))
-    async with serving(engine) as (server, _):
+    async with serving(engine, http_port=0) as (server, _):
+        http = f"http://127.0.0.1:{server.http_port}"
+        target = http if backend == "openai" else f"127.0.0.1:{server.port}"
         sizes = ("--num-prompts", "6", "--input-len", "4", "--output-len", "5")
         load = ("--request-rate", "200", "--burstiness", "inf", "--vocab-size", "250")
-        where = ("--server", f"127.0.0.1:{server.port}", "--json", str(tmp_path / "out.json"))
+        where = ("--server", target, "--json", str(tmp_path / "out.json"))
         arguments = ["serve", *where, *sizes, *load, "--goodput", "ttft:60000,tpot:60000"]
         result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "out.json").read_text())
-    assert (found["completed"], found["failed"]) == (6, 0)
+    assert (found["completed"], found["failed"], found["backend"]) == (6, 0, backend)
     assert found["total_output_tokens"] == 30
     assert found["output_lens"] == [5] * 6
     assert found["request_goodput"] == pytest.approx(found["request_throughput"])

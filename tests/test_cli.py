@@ -353,27 +353,3 @@ def test_an_interrupted_answer_is_kept_and_an_error_leaves_no_trace(capsys, monk
         conversation._model = "another"
         assert not conversation.ask("again")
         assert len(conversation.messages) == 2 and "NOT_FOUND" in capsys.readouterr().err
-
-
-def test_options_come_from_the_environment_below_the_command_line(monkeypatch):
-    monkeypatch.setenv("JAXINFER_MAKE_KEY_TENANT", "from-environment")
-    assert "from-environment" in run("make-key", "a").stdout
-    assert "given" in run("make-key", "a", "--tenant", "given").stdout
-    assert "JAXINFER_MAKE_KEY_TENANT" in run("make-key", "--help").stdout
-    monkeypatch.setenv("JAXINFER_MAKE_KEY_TENNANT", "x")
-    wrong = run("make-key", "a")
-    assert wrong.exit_code == 2
-    assert "JAXINFER_MAKE_KEY_TENNANT names no option" in words(wrong)
-    assert "did you mean JAXINFER_MAKE_KEY_TENANT" in words(wrong)
-
-
-def test_the_environment_is_above_the_file(monkeypatch, tmp_path):
-    file = tmp_path / "serve.yaml"
-    file.write_text("max-model-len: nonsense\n")
-    monkeypatch.setenv("JAXINFER_SERVE_MAX_MODEL_LEN", "other")
-    result = run("serve", "/nowhere", "--config", str(file))
-    assert "'other' is not a number" in words(result)
-
-
-def test_shells_complete_commands():
-    assert "complete" in run("--show-completion", "bash").stdout

@@ -18,7 +18,7 @@ from fake_engine import ScriptedEngine, forever, limits
 from jaxinfer_service.client import Client
 from jaxinfer_service.server import ListenError, check_listen
 from serving import PATIENCE_S, free_port, server_thread, wait_until
-from test_cli import ENVIRONMENT, TINY, in_process
+from test_cli import ENVIRONMENT, TINY, in_process, run
 from tiny_checkpoint import hf_folder
 
 # Makes standard input the controlling terminal, so that Ctrl-C is a signal.
@@ -90,6 +90,24 @@ def test_a_model_that_cannot_be_loaded_is_one_line():
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("jaxinfer: /nowhere/model does not exist")
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--no-http", "--http-port", "8000"], "--no-http is given, and --http-port"),
+        (["--no-http", "--metrics-prefix", "vllm"], "and --metrics-prefix, which is of HTTP"),
+        (["--no-http", "--allowed-origins", "*"], "and --allowed-origins, which is of HTTP"),
+        (["--port", "8000"], "gRPC and HTTP cannot both have port 8000"),
+        (["--metrics-prefix", ""], "the metrics prefix is ''"),
+        (["--api-keys", "/nowhere/keys"], "--api-keys /nowhere/keys cannot be read: No such file"),
+        (["--served-model-name", ""], "--served-model-name '': give names"),
+        (["--served-model-name", "a", "--served-model-name", "a"], "'a': give names, each of"),
+    ],
+)
+def test_options_that_contradict_each_other_are_named(options, said):
+    result = run("serve", "/nowhere", *options)
+    assert result.exit_code == 1 and said in result.output
 
 
 def test_spans_have_to_have_a_place_to_go():

@@ -278,6 +278,39 @@ async def test_abort_ends_a_call_and_all_its_samples():
 
 
 @in_loop
+async def test_a_flush_lets_nothing_be_found_of_before():
+    engine = ScriptedEngine(echo)
+    engine.cached = lambda request: 2
+    async with serving(engine) as (_, client):
+        assert (await client.generate("abc")).usage.cached_tokens == 2
+        await client.control.FlushPrefixCache(pb.FlushPrefixCacheRequest())
+        assert (await client.generate("abc")).usage.cached_tokens == 0
+
+
+@in_loop
+async def test_asked_to_drain_the_server_lets_what_runs_finish_and_ends():
+    engine = ScriptedEngine(forever, LONG)
+    server = Server(ServerConfig(port=0), lambda: opened(engine))
+    running = asyncio.create_task(server.run(on_signals=False))
+    await until(lambda: server.port)
+    async with AsyncClient(f"127.0.0.1:{server.port}", retries=0) as client:
+        await client.wait_ready(PATIENCE_S)
+        engine.gate.clear()
+        runs = asyncio.create_task(client.generate("x", max_new_tokens=50))
+        await until(lambda: engine.waiting or engine.running)
+        engine.gate.set()
+        await until(lambda: engine.counters.generated_tokens)
+        engine.gate.clear()
+        for _ in range(2):  # once more changes nothing
+            await client.control.Drain(pb.DrainRequest())
+        assert not await client.is_serving(PATIENCE_S)
+        assert (await refused(client.generate("y"))).code() is Code.UNAVAILABLE
+        engine.gate.set()
+        assert len((await runs).token_ids) == 50
+        assert await running
+
+
+@in_loop
 async def test_abort_of_an_unknown_or_unnamed_call():
     async with serving(ScriptedEngine(echo)) as (_, client):
         ended = await client.generate("x")
@@ -291,7 +324,7 @@ async def test_abort_of_an_unknown_or_unnamed_call():
 @in_loop
 async def test_undecodable_bytes_and_unknown_fields_are_invalid_arguments():
     async with serving(ScriptedEngine()) as (_, client):
-        for method in ("ServerInfo", "Load", "WatchLoad", "Abort"):
+        for method in ("ServerInfo", "Load", "WatchLoad", "Abort", "FlushPrefixCache", "Drain"):
             name = f"/{control.SERVICE_NAME}/{method}"
             for data in (b"\xff\xff\xff", b"\x98\x06\x01"):
                 if method == "WatchLoad":

@@ -7,8 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 from test_engine import OPTIONS, SPLIT, TIGHT, WHOLE
-from tiny_engine import VOCAB, check, drive, engine_for, request
+from tiny_engine import VOCAB, Output, check, drive, engine_for, request
 
+from jaxinfer.request import FlushPrefixes, Submit
 from jaxinfer.tally import Tally
 
 PAGE = SPLIT.page_size
@@ -63,6 +64,27 @@ def test_a_conversation_goes_on_from_its_cached_answers():
         assert engine.scheduler.prefix_hits >= hits
         hits = engine.scheduler.prefix_hits
     assert hits > 100
+
+
+def test_after_a_flush_nothing_is_found_and_who_runs_goes_on():
+    rng = np.random.default_rng(9)
+    engine, prompt = engine_for(SPLIT), tokens(rng, 3 * PAGE + 1)
+    runs, same = request("runs", prompt, 40), request("same", prompt, 12)
+    engine.execute(Submit(runs), 0.0)
+    events = [event for _ in range(6) for event in engine.step(0.0)]
+    engine.execute(FlushPrefixes(), 0.0)
+    engine.scheduler.check_invariants()
+    engine.execute(Submit(same), 0.0)
+    while engine.has_work:
+        events += engine.step(0.0)
+    for r in (runs, same):
+        mine = [event for event in events if event.request_id == r.id]
+        output = Output(tokens=[token for event in mine for token in event.tokens])
+        output.finish = mine[-1].finish
+        check(r, output)
+    assert engine.counters.prefix_hits == 0
+    drive_more(engine, request("again", prompt, 12))
+    assert engine.counters.prefix_hits == 3 * PAGE
 
 
 def test_pressure_evicts_and_preempts_and_changes_nothing():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 from collections.abc import Iterator
 
@@ -150,6 +151,22 @@ def test_a_body_is_bounded_whether_it_says_its_size_or_not(small_bounds):
             assert (await plain.post("/v1/completions", json={"prompt": "x"})).status_code == 200
 
     send()
+
+
+@in_loop
+async def test_a_coded_body_is_refused_by_name():
+    async with http(ScriptedEngine(echo)) as (plain, _):
+
+        async def answer(coding: str):
+            body, how = gzip.compress(b'{"prompt": "x"}'), {"content-encoding": coding}
+            sent = body if coding == "gzip" else b'{"prompt": "x"}'
+            head = {"content-type": "application/json"} | how
+            return await plain.post("/v1/completions", content=sent, headers=head)
+
+        assert (await answer("identity")).status_code == 200
+        refused = await answer("gzip")
+        assert refused.status_code == 415
+        assert "content-encoding gzip" in refused.json()["error"]["message"]
 
 
 def test_who_does_not_finish_a_request_is_not_waited_for(small_bounds):

@@ -150,9 +150,25 @@ async def test_refused_requests_are_counted_and_reach_no_histogram():
     async with http(engine) as (plain, client):
         with pytest.raises(openai.BadRequestError):
             await client.completions.create(model="fake", prompt="x" * 90)
+        engine.late = "it comes too late"  # as a deadline says
+        with pytest.raises(openai.APIStatusError):
+            await client.completions.create(model="fake", prompt="x", extra_body={"timeout": 5})
+        engine.gate.clear()  # nobody leaves the queue, which has room for four
+        calls = [
+            asyncio.create_task(client.completions.create(model="fake", prompt="x"))
+            for _ in range(5)
+        ]
+        (refused,), _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(openai.RateLimitError):
+            await refused
+        engine.gate.set()
+        await asyncio.gather(*calls, return_exceptions=True)
         found = await scrape(plain)
-    assert found["jaxinfer:requests_refused_total",] == 1
-    assert found["jaxinfer:e2e_request_latency_seconds_count",] == 0
+    for reason, count in {"invalid": 1, "late": 1, "queue_full": 1, "unavailable": 0}.items():
+        assert found["jaxinfer:requests_refused_total", reason] == count
+    assert found["jaxinfer:e2e_request_latency_seconds_count",] == 4, "those that were answered"
+    ended = [n for (name, *_), n in found.items() if name == "jaxinfer:request_success_total"]
+    assert sum(ended) == 4
 
 
 @in_loop

@@ -7,11 +7,13 @@ read the KV pool, which passes through donated.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
+import tokenizers
 from jaxtyping import Array, Float, Int
+from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer.checkpoints import LoadedModel
 from jaxinfer.config import LayerKind, ModelConfig
@@ -19,12 +21,13 @@ from jaxinfer.generation import GenerationDefaults
 from jaxinfer.models import FAMILIES, llama
 from jaxinfer.models.base import Attend, Family, LayerContext
 from jaxinfer.params import Tree, init_params
+from jaxinfer.tokenizer import Tokenizer
 
 NAME = "do-nothing"
 VOCAB_SIZE = 256
 
 
-def do_nothing_model(num_layers: int, max_position: int, tokenizer: Any = None) -> LoadedModel:
+def do_nothing_model(num_layers: int, max_position: int) -> LoadedModel:
     """A model of this family, ready for `build_engine`."""
     config = ModelConfig(
         family=NAME,
@@ -41,7 +44,18 @@ def do_nothing_model(num_layers: int, max_position: int, tokenizer: Any = None) 
     FAMILIES[NAME] = cast(Family, _DoNothing())
     params = init_params(llama.param_specs(config), "float32")
     defaults = GenerationDefaults(eos_ids=())
-    return LoadedModel(config, params, tokenizer, defaults, "float32", "a model that does nothing")
+    return LoadedModel(
+        config, params, _byte_tokenizer(), defaults, "float32", "a model that does nothing"
+    )
+
+
+def _byte_tokenizer() -> Tokenizer:
+    """A token is a byte: any order of them will do."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    return Tokenizer(raw.to_str(), {}, ())
 
 
 class _DoNothing:

@@ -161,11 +161,12 @@ def choose(asked: str | None, stored: str, platform: str) -> str:
         asked = stored
     elif asked == AUTO:
         asked = _AUTO.get(platform, NONE)
-    if stored != NONE and (asked == NONE or not alike(asked, stored)):
+    if NONE not in (stored, asked) and not alike(asked, stored):
         same = [name for name in KINDS if alike(name, stored)]
         raise ValueError(
             f"quantization is {asked!r}, but the checkpoint's weights are stored as {stored}, "
-            f"which can be served as {' or '.join(same)}; for others, take the original checkpoint"
+            f"which can be served as {', '.join(same)} or {NONE}; for others, take the original "
+            "checkpoint"
         )
     if asked != NONE and platform not in (allowed := KINDS[asked].platforms):
         raise ValueError(

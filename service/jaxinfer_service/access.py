@@ -29,6 +29,8 @@ from typing import Annotated, Literal
 import pydantic
 import yaml
 
+from jaxinfer_service.yaml_text import load_yaml
+
 logger = logging.getLogger(__name__)
 
 Role = Literal["inference", "admin"]
@@ -172,7 +174,7 @@ def bearer(header: str | None) -> str | None:
 def read_keys(path: Path) -> dict[str, Key]:
     """Keys by their hashes. Raises OSError, or ValueError naming what is wrong in the file."""
     try:
-        found = _File.model_validate(yaml.safe_load(path.read_text()))
+        found = _File.model_validate(load_yaml(path.read_text("utf-8")))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no YAML: {error}") from error
     except pydantic.ValidationError as error:

@@ -12,6 +12,7 @@ import grpc
 
 KEY_VARIABLE = "JAXINFER_API_KEY"
 TLS_SCHEME = "tls://"
+_SCHEMES = ("tls", "dns", "unix", "xds")  # the first is ours, the others gRPC's own
 
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", -1),  # logprobs of a long output are large
@@ -55,6 +56,12 @@ class Connection:
     def __post_init__(self) -> None:
         if not 0 <= self.retries <= MOST_RETRIES:
             raise ValueError(f"retries is {self.retries}; gRPC makes 0 to {MOST_RETRIES}")
+        scheme, separator, _ = self.target.partition("://")
+        if separator and scheme not in _SCHEMES:
+            raise ValueError(
+                f"{self.target!r} is no address of gRPC; give HOST:PORT, such as localhost:50051, "
+                f"or {TLS_SCHEME}HOST:PORT"
+            )
 
     def channel(self) -> grpc.Channel:
         """A channel for blocking calls."""
@@ -88,7 +95,7 @@ class Connection:
         return (*_OPTIONS, ("grpc.service_config", json.dumps(config)))
 
     def _key(self) -> str | None:
-        return self.api_key or os.environ.get(KEY_VARIABLE)
+        return self.api_key or own_key()
 
     def _parts(self) -> tuple[str, grpc.ChannelCredentials | None]:
         if not self.target.startswith(TLS_SCHEME):
@@ -97,6 +104,11 @@ class Connection:
             return self.target, None
         read = [file.read_bytes() if file else None for file in (self.ca, self.key, self.cert)]
         return self.target.removeprefix(TLS_SCHEME), grpc.ssl_channel_credentials(*read)
+
+
+def own_key() -> str | None:
+    """The environment's API key, if any."""
+    return os.environ.get(KEY_VARIABLE)
 
 
 def _with_key(details: Any, key: str) -> Any:

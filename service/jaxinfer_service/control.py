@@ -1,8 +1,10 @@
-"""The Control service: what the server is, what its engine does, and ending a call."""
+"""The Control service: what the server is, what its engine does, and ending a call or all of it."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections.abc import Callable
 
 import grpc
 from google.protobuf.message import Message
@@ -17,15 +19,20 @@ from jaxinfer_service.live import INTERVAL, MAP_CELLS, LiveView, load_message
 from jaxinfer_service.model import ServedModel, loaded
 from jaxinfer_service.pb.jaxinfer.v1 import control_pb2 as pb
 
+logger = logging.getLogger(__name__)
+
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Control"].full_name
 
 
 class ControlService:
-    """Answers the calls of jaxinfer.v1.Control; UNAVAILABLE until `served` is set."""
+    """Answers the calls of jaxinfer.v1.Control; UNAVAILABLE until `served` is set.
 
-    def __init__(self, live: LiveView) -> None:
+    `drain` is what `Drain` calls, which is heard before, too.
+    """
+
+    def __init__(self, live: LiveView, drain: Callable[[], None]) -> None:
         self.served: ServedModel | None = None
-        self._live = live
+        self._live, self._drain = live, drain
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What a server registers."""
@@ -36,6 +43,8 @@ class ControlService:
                 "Load": unary(pb.LoadRequest, self.load),
                 "WatchLoad": streaming(pb.WatchLoadRequest, self.watch_load),
                 "Abort": unary(pb.AbortRequest, self.abort),
+                "FlushPrefixCache": unary(pb.FlushPrefixCacheRequest, self.flush_prefix_cache),
+                "Drain": unary(pb.DrainRequest, self.drain),
                 "ExpertLoad": unary(pb.ExpertLoadRequest, self.expert_load),
             },
         )
@@ -91,6 +100,17 @@ class ControlService:
                 f"no call with the id {request.request_id!r} runs or waits; it may have ended"
             )
         return pb.AbortResponse()
+
+    async def flush_prefix_cache(
+        self, request: pb.FlushPrefixCacheRequest, context: Context
+    ) -> Message:
+        loaded(self.served).frontend.flush_prefixes()
+        return pb.FlushPrefixCacheResponse()
+
+    async def drain(self, request: pb.DrainRequest, context: Context) -> Message:
+        logger.info("asked to drain")
+        self._drain()
+        return pb.DrainResponse()
 
     async def expert_load(self, request: pb.ExpertLoadRequest, context: Context) -> Message:
         model = loaded(self.served)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,13 @@ class ServedModel:
     @property
     def names(self) -> Sequence[str]:
         return self.opened.names
+
+
+def keep_loaded() -> None:
+    """Take what is there now, a model say, for living as long as the process: looking through it
+    again and again for garbage would stop the engine's thread for milliseconds."""
+    gc.collect()
+    gc.freeze()
 
 
 def loaded(served: ServedModel | None) -> ServedModel:

@@ -116,7 +116,7 @@ class Server:
         self._open_model = open_model
         self._service = InferenceService()
         self._live = LiveView()
-        self._control = ControlService(self._live)
+        self._control = ControlService(self._live, self.drain)
         self._http = HttpFront(config.metrics_prefix, self._live)
         self._health = health.aio.HealthServicer()
         self._stopping = asyncio.Event()
@@ -125,6 +125,10 @@ class Server:
     def shut_down(self) -> None:
         """Drain and stop; the second time, stop at once. What the signals call."""
         (self._hurry if self._stopping.is_set() else self._stopping).set()
+
+    def drain(self) -> None:
+        """Drain and stop. What `Control.Drain` calls."""
+        self._stopping.set()
 
     def reload(self) -> None:
         """Read the keys and the certificate again. What SIGHUP calls."""

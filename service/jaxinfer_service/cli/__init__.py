@@ -56,8 +56,9 @@ class _BenchGroup(TyperGroup):
     """The benchmarks, imported when one of them is asked for."""
 
     def _real(self) -> Any:
-        import jaxinfer_service.bench_serve  # noqa: F401 -- adds `serve` to the group
+        # They add themselves to the group.
         from jaxinfer.bench.cli import app as bench
+        from jaxinfer_service.bench import beside, front, serve, soak  # noqa: F401
 
         return typer.main.get_command(bench)
 

@@ -11,7 +11,7 @@ import typer
 
 from jaxinfer.option_groups import takes_groups
 from jaxinfer_service.cli import console, sampling_options
-from jaxinfer_service.cli.remote import LOCAL, Server, require_serving, said
+from jaxinfer_service.cli.remote import LOCAL, Server, client_of, require_serving, said
 
 if TYPE_CHECKING:
     from jaxinfer_service.client import Client
@@ -34,10 +34,8 @@ def chat(
     sampling: sampling_options.SamplingOptions,
 ) -> None:
     """Chat with a server; answers stream. Works piped too: each line of input is a message."""
-    from jaxinfer_service.client import Client
-
     params = sampling.params() | {"priority": priority, "tenant": tenant}
-    with Client(server) as client:
+    with client_of(server) as client:
         require_serving(client)
         if "temperature" not in params and not _has_temperature(client):
             params["temperature"] = 0.7

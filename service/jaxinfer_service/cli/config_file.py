@@ -17,9 +17,11 @@ def read(ctx: typer.Context, path: Path | None) -> Path | None:
         return None
     import yaml
 
+    from jaxinfer_service.yaml_text import load_yaml
+
     try:
-        data = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+        data = load_yaml(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise typer.BadParameter(f"{path} cannot be read: {error}") from error
     if not isinstance(data, dict):
         raise typer.BadParameter(f"{path} must hold options, such as `max-model-len: 8k`")
@@ -34,6 +36,8 @@ def read(ctx: typer.Context, path: Path | None) -> Path | None:
             if not isinstance(value, bool):
                 raise typer.BadParameter(f"{path}: {key} is {value!r}; it is true or false")
             value = not value
+        elif isinstance(value, bool) and not parameter.is_flag:
+            raise typer.BadParameter(f"{path}: {key} is {value!r}; give it a value")
         several = parameter.multiple and not isinstance(value, list)
         defaults[str(parameter.name)] = [value] if several else value
     ctx.default_map = {**(ctx.default_map or {}), **defaults}

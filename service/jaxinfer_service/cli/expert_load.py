@@ -30,10 +30,9 @@ def show(server: str, seconds: float | None, as_json: bool) -> None:
     """Print what a server counted, since its start or for so many `seconds` from now on."""
     import grpc
 
-    from jaxinfer_service.client import Client
     from jaxinfer_service.pb.jaxinfer.v1 import control_pb2 as pb
 
-    with Client(server) as client:
+    with remote.client_of(server) as client:
         try:
             info = client.control.ServerInfo(pb.ServerInfoRequest(), timeout=CALL_SECONDS)
             load = client.control.ExpertLoad(pb.ExpertLoadRequest(), timeout=CALL_SECONDS)

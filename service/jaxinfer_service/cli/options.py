@@ -52,9 +52,11 @@ class Command(TyperCommand):
     def __init__(self, *args: Any, **how: Any):
         super().__init__(*args, **how)
         for parameter in self.params:
+            parameter.envvar = _variable(self.name, parameter)
             parameter.show_envvar = False  # type: ignore[attr-defined] # they are all alike
-        example = f"{VARIABLES}_{self.name}_{self.params[-1].name}".upper().replace("-", "_")
-        self.epilog = f"All may come from the environment too: the last one here as {example}."
+        self.epilog = (
+            f"All may come from the environment too: the last one here as {self.params[-1].envvar}."
+        )
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         self._check_environment(ctx)
@@ -73,12 +75,18 @@ class Command(TyperCommand):
 
     def _check_environment(self, ctx: Any) -> None:
         begin = f"{ctx.auto_envvar_prefix}_"
-        known = {f"{begin}{str(parameter.name).upper()}" for parameter in self.params}
+        known = [str(parameter.envvar) for parameter in self.params]
         for name in os.environ:
             if name.startswith(begin) and name not in known:
                 close = difflib.get_close_matches(name, known)
                 hint = f"did you mean {close[0]}?" if close else "unset it"
                 raise typer.BadParameter(f"the variable {name} names no option; {hint}")
+
+
+def _variable(command: str | None, parameter: Any) -> str:
+    """The name of an argument or option in the environment: as on the command line."""
+    name = next((o for o in parameter.opts if o.startswith("--")), parameter.name).lstrip("-")
+    return f"{VARIABLES}_{command}_{name}".upper().replace("-", "_")
 
 
 _ENGINE, _LOG = "Engine", "Logging"

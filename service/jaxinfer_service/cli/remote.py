@@ -15,6 +15,16 @@ Server = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server.")]
 LOCAL = "localhost:50051"
 
 
+def client_of(server: str) -> Client:
+    """A client of the server. Raises typer.BadParameter for what is no address."""
+    from jaxinfer_service.client import Client
+
+    try:
+        return Client(server)
+    except ValueError as error:
+        raise typer.BadParameter(f"--server: {error}") from error
+
+
 def require_serving(client: Client) -> None:
     """End the command with one line unless the server answers and serves."""
     import grpc

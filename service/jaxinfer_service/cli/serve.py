@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 from dataclasses import dataclass, replace
@@ -85,6 +84,9 @@ class Source:
         text: text_options.ReplyOptions,
     ) -> Source:
         """From a command's options. Raises ValueError naming what is wrong."""
+        for name in names or ():
+            if not name or (names or ()).count(name) > 1:
+                raise ValueError(f"--served-model-name {name!r}: give names, each of them once")
         return cls(
             model,
             names or [Path(model).name or model],
@@ -108,16 +110,13 @@ def open_model(source: Source) -> OpenedModel:
     from jaxinfer.llm import open_engine
     from jaxinfer.replies.formats import reply_format
     from jaxinfer.text import TextProcessor
-    from jaxinfer_service.model import OpenedModel
+    from jaxinfer_service.model import OpenedModel, keep_loaded
 
     with console.progress() as progress:
         loaded, engine = open_engine(
             source.model, source.engine, source.dtype, progress, source.text
         )
-    # What is loaded lives as long as the process. Looking through it again and again for garbage
-    # would stop the engine's thread for milliseconds.
-    gc.collect()
-    gc.freeze()
+    keep_loaded()
     replies = reply_format(loaded.tokenizer, *source.parsers)
     logger.info("chats: %s", replies.describe())
     generation = loaded.generation

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxinfer_service.tls import Tls
 
 SERVER = "Server"
+HTTP_PORT, METRICS_PREFIX = 8000, "jaxinfer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +31,16 @@ class ServerOptions:
         typer.Option(min=0, max=65535, metavar="N", help="0: a free one.", rich_help_panel=SERVER),
     ] = 50051
     http_port: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=0,
             max=65535,
             metavar="N",
             help="Of the OpenAI-compatible HTTP API; 0: a free one.",
+            show_default=str(HTTP_PORT),
             rich_help_panel=SERVER,
         ),
-    ] = 8000
+    ] = None
     http: Annotated[
         bool, typer.Option("--http/--no-http", help="Serve HTTP too.", rich_help_panel=SERVER)
     ] = True
@@ -79,13 +81,14 @@ class ServerOptions:
         ),
     ] = None
     metrics_prefix: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAME",
             help="How the names of /metrics begin; vllm for dashboards made for it.",
+            show_default=METRICS_PREFIX,
             rich_help_panel=SERVER,
         ),
-    ] = "jaxinfer"
+    ] = None
     otlp_endpoint: Annotated[
         str | None,
         typer.Option(
@@ -125,12 +128,17 @@ class ServerOptions:
         from jaxinfer_service.server import ServerConfig
         from jaxinfer_service.tracing.setup import open_tracing
 
+        try:
+            access = Access(self.api_keys)
+        except OSError as error:
+            said = error.strerror or error
+            raise ValueError(f"--api-keys {self.api_keys} cannot be read: {said}") from error
         return ServerConfig(
             host=self.host,
             port=self.port,
-            http_port=self.http_port if self.http else None,
-            metrics_prefix=self.metrics_prefix,
-            access=Access(self.api_keys),
+            http_port=self._http_port(),
+            metrics_prefix=(METRICS_PREFIX if self.metrics_prefix is None else self.metrics_prefix),
+            access=access,
             tls=self._tls(),
             allowed_origins=read_origins(self.allowed_origins or ()),
             tracing=open_tracing(self.otlp_endpoint),
@@ -138,6 +146,18 @@ class ServerOptions:
             drain_timeout=self.drain_timeout,
             stall_limit=self.stall_timeout,
         )
+
+    def _http_port(self) -> int | None:
+        if not self.http:
+            for name in ("http_port", "allowed_origins", "metrics_prefix"):
+                if getattr(self, name) is not None:
+                    option = "--" + name.replace("_", "-")
+                    raise ValueError(f"--no-http is given, and {option}, which is of HTTP")
+            return None
+        port = HTTP_PORT if self.http_port is None else self.http_port
+        if port and port == self.port:
+            raise ValueError(f"gRPC and HTTP cannot both have port {port}; choose another of them")
+        return port
 
     def _tls(self) -> Tls | None:
         from jaxinfer_service.tls import Tls

@@ -13,7 +13,7 @@ import typer
 
 from jaxinfer.quantization.kinds import NONE
 from jaxinfer_service.cli import remote
-from jaxinfer_service.cli.remote import LOCAL, Server
+from jaxinfer_service.cli.remote import LOCAL, Server, client_of
 
 if TYPE_CHECKING:
     from jaxinfer_service.pb.jaxinfer.v1 import control_pb2 as pb
@@ -35,12 +35,11 @@ def top(
     """Watch a server: slots, queue, KV pages, tokens a second, latencies. Ctrl-C leaves."""
     import grpc
 
-    from jaxinfer_service.client import Client
     from jaxinfer_service.pb.jaxinfer.v1 import control_pb2 as pb
 
     width = min(max(shutil.get_terminal_size().columns, WIDTH[0]), WIDTH[1])
     cells = (width - _LABEL) * MAP_LINES
-    with Client(server) as client:
+    with client_of(server) as client:
         try:
             info = client.control.ServerInfo(pb.ServerInfoRequest(), timeout=CALL_SECONDS)
         except grpc.RpcError as error:

@@ -14,7 +14,8 @@ SECONDS = 60.0  # for all of a body to come
 
 
 class BoundedBody:
-    """ASGI middleware. Who reads too much gets HTTPException, and the connection is closed."""
+    """ASGI middleware. Who reads too much gets HTTPException, and the connection is closed;
+    so does who sends a body that is coded, which would not be understood."""
 
     def __init__(self, app: ASGIApp, most: int = MOST_BYTES, seconds: float = SECONDS):
         self._app, self._most, self._seconds = app, most, seconds
@@ -23,7 +24,8 @@ class BoundedBody:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        said = Headers(scope=scope).get("content-length", "")
+        headers = Headers(scope=scope)
+        said, coding = headers.get("content-length", ""), headers.get("content-encoding", "")
         loop = asyncio.get_running_loop()
         taken = int(said) if said.isdecimal() and int(said) > self._most else 0
         complete, end = False, loop.time() + self._seconds
@@ -32,6 +34,9 @@ class BoundedBody:
             nonlocal taken, complete
             if complete:
                 return await receive()
+            if coding not in ("", "identity"):
+                what = f"the body has the content-encoding {coding:.100}; send it as it is"
+                raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, what)
             if taken > self._most:  # before the client is told to go on
                 raise self._refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"has {taken} bytes")
             try:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, StrictInt, model_validator
 
 from jaxinfer.request import MAX_BAD_WORDS, RequestError, Violation
 from jaxinfer.structured import StructuredOutput
@@ -31,8 +31,10 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _has_its_schema(self) -> ResponseFormat:
         said = self.json_schema
-        if (said is not None) != (self.type == "json_schema"):
-            raise ValueError("json_schema belongs to the type json_schema, and to no other")
+        if said is None and self.type == "json_schema":
+            raise ValueError("json_schema is missing, which the type json_schema needs")
+        if said is not None and self.type != "json_schema":
+            raise ValueError(f"json_schema belongs to the type json_schema, not to {self.type}")
         if said is not None:
             if unknown := sorted(said.keys() - _OF_SCHEMA):
                 raise ValueError(f"json_schema has {unknown[0]!r:.100}, which is not known")
@@ -53,7 +55,7 @@ class Ruled(Body):
     form_field: ClassVar[str] = "structured"  # that asked for a form, if none of those here did
 
     min_tokens: int | None = None
-    allowed_token_ids: Listed[int] | None = None
+    allowed_token_ids: Listed[StrictInt] | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = None
     response_format: ResponseFormat | None = None
     guided_json: Schema | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StrictInt, field_validator, model_validator
 
 from jaxinfer.generation import SamplingDefaults
 from jaxinfer.replies.formats import ReplyFormat
@@ -57,7 +57,7 @@ class Sampling(NotComputed, Ruled):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: Listed[int] | None = None
+    stop_token_ids: Listed[StrictInt] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -125,7 +125,7 @@ class Sampling(NotComputed, Ruled):
 class Completion(Sampling):
     """POST /v1/completions. A prompt is a text or token ids; there may be several."""
 
-    prompt: str | Several[int] | Several[str] | Several[Several[int]]
+    prompt: str | Several[StrictInt] | Several[str] | Several[Several[StrictInt]]
     logprobs: int | None = None
     echo: bool = False
     return_token_ids: bool = False
@@ -236,7 +236,7 @@ class Detokenize(Body):
     """POST /detokenize."""
 
     model: str = ""
-    tokens: Listed[int]
+    tokens: Listed[StrictInt]
 
 
 FIELDS = frozenset(

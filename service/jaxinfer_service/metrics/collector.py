@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from jaxinfer.expert_load import imbalance
 from jaxinfer.load import Load
 from jaxinfer.quantization.kinds import NONE
-from jaxinfer.request import FinishReason
+from jaxinfer.request import REFUSALS, FinishReason
 from jaxinfer_service import version
 from jaxinfer_service.metrics.histograms import Histogram, Histograms
 from jaxinfer_service.model import ServedModel
@@ -210,7 +210,12 @@ class _Families:
             ends.add_metric([*self._labels, reason.value], counters.by_reason.get(reason.value, 0))
         yield ends
         yield self._counter("requests_received", "Requests that came.", counters.received)
-        yield self._counter("requests_refused", "Requests never started.", counters.refused)
+        refused = CounterMetricFamily(
+            f"{self._prefix}:requests_refused", "Never started.", labels=[*LABELS, "reason"]
+        )
+        for why in REFUSALS:
+            refused.add_metric([*self._labels, why], counters.refused_by.get(why, 0))
+        yield refused
         yield self._counter("thrashes", "Preemptions that undid others.", counters.thrashes)
         uptime = self._served.frontend.uptime
         yield self._gauge("uptime_seconds", "Since the server began to serve.", uptime)

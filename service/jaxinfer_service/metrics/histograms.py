@@ -81,6 +81,8 @@ class Histograms(Observer):
         """A sample ended, whatever the reason."""
         request, output = sample.request, sample.output
         total, first, queued = now - request.arrival, output.first_token, output.queued
+        if reason is FinishReason.LATE:  # it was refused
+            return
         self.ends[reason] += 1
         self.whole.observe(total)
         self.queued.observe(queued)

@@ -54,6 +54,16 @@ class ControlStub(object):
                 request_serializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.AbortRequest.SerializeToString,
                 response_deserializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.FlushPrefixCache = channel.unary_unary(
+                '/jaxinfer.v1.Control/FlushPrefixCache',
+                request_serializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.FlushPrefixCacheRequest.SerializeToString,
+                response_deserializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.FlushPrefixCacheResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/jaxinfer.v1.Control/Drain',
+                request_serializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
+                response_deserializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.DrainResponse.FromString,
+                _registered_method=True)
         self.ExpertLoad = channel.unary_unary(
                 '/jaxinfer.v1.Control/ExpertLoad',
                 request_serializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.ExpertLoadRequest.SerializeToString,
@@ -93,6 +103,22 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlushPrefixCache(self, request, context):
+        """Forgets the prefix cache: no request that comes later finds what was computed before. Those that
+        run keep their pages, and what they compute from now on is cached again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Does what SIGTERM does, and answers at once: nothing new is taken, what waits ends with
+        UNAVAILABLE, what runs may finish, and the server ends. Once more changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ExpertLoad(self, request, context):
         """How evenly the tokens of a model with experts spread over them, since the start. Counted always,
         sent only when asked.
@@ -123,6 +149,16 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.AbortRequest.FromString,
                     response_serializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.AbortResponse.SerializeToString,
+            ),
+            'FlushPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushPrefixCache,
+                    request_deserializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.FlushPrefixCacheRequest.FromString,
+                    response_serializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.FlushPrefixCacheResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.DrainRequest.FromString,
+                    response_serializer=jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.DrainResponse.SerializeToString,
             ),
             'ExpertLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.ExpertLoad,
@@ -238,6 +274,60 @@ class Control(object):
             '/jaxinfer.v1.Control/Abort',
             jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.AbortRequest.SerializeToString,
             jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxinfer.v1.Control/FlushPrefixCache',
+            jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.FlushPrefixCacheRequest.SerializeToString,
+            jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.FlushPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxinfer.v1.Control/Drain',
+            jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
+            jaxinfer__service_dot_pb_dot_jaxinfer_dot_v1_dot_control__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,10 +1,10 @@
-"""`jaxinfer bench serve`: load on a running server over gRPC."""
+"""`jaxinfer bench serve`: load on a running server, over gRPC or over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -23,28 +23,16 @@ from jaxinfer.bench.cli import (
     lengths,
 )
 from jaxinfer.bench.workload import WorkItem, make_workload
-from jaxinfer_service.client import AsyncClient
+from jaxinfer_service.bench.doors import door
 
 _MESSAGE_TIMES = ("ttft", "tpot", "itl", "e2el")
 
 
-class GrpcTransport:
-    """Sends a request as token ids, greedy and to its full length; counts tokens by message."""
-
-    def __init__(self, client: AsyncClient):
-        self._client = client
-
-    async def stream(self, item: WorkItem) -> AsyncIterator[int]:
-        chunks = self._client.stream(
-            item.prompt, temperature=0, max_new_tokens=item.output_len, ignore_eos=True
-        )
-        async for chunk in chunks:
-            yield len(chunk.token_ids)
-
-
 @app.command("serve")
 def bench_serve(
-    server: Annotated[str, typer.Option(help="HOST:PORT of the server.")] = "localhost:50051",
+    server: Annotated[
+        str, typer.Option(help="HOST:PORT of its gRPC, or http://HOST:PORT of its HTTP.")
+    ] = "localhost:50051",
     request_rate: Annotated[
         float, typer.Option(help="Requests a second that arrive; inf: all at once.")
     ] = math.inf,
@@ -84,13 +72,15 @@ def bench_serve(
             records, duration = asyncio.run(
                 _measure(server, items, arrivals, max_concurrency, wait, progress)
             )
+    except ValueError as error:
+        raise typer.BadParameter(f"--server: {error}") from error
     except (TimeoutError, ConnectionError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
     metrics = serve.serve_metrics(records, duration, limits)
     result = {
         **report.host(),
-        "backend": "grpc",
+        "backend": "openai" if server.startswith("http") else "grpc",
         "server": server,
         "num_prompts": num_prompts,
         "dataset": dataset,
@@ -118,19 +108,21 @@ async def _measure(
     progress: report.Report,
 ) -> tuple[list[serve.Record], float]:
     """Wait for the server, send one request to see that it answers, then all of them."""
-    async with AsyncClient(server, retries=0) as client:  # refusals are to be seen
-        await client.wait_ready(wait)
-        transport = GrpcTransport(client)
-        probe = await serve.send(transport, items[0])
+    way = door(server)
+    try:
+        await way.wait_ready(wait)
+        probe = await serve.send(way, items[0])
         if not probe.ok:
             raise ConnectionError(f"{server} did not answer a first request: {probe.error}")
         return await serve.run(
-            transport,
+            way,
             items,
             arrivals,
             max_concurrency,
             lambda done, total: progress("requests", done, total),
         )
+    finally:
+        await way.close()
 
 
 def _rows(metrics: dict[str, Any]) -> dict[str, Any]:

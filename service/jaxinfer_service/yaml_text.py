@@ -1,0 +1,25 @@
+"""YAML that people write: a name that is there twice is an error, as the format has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"{key.value} is there twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(text: str) -> Any:
+    """What a text says. Raises yaml.YAMLError."""
+    return yaml.load(text, _Loader)
