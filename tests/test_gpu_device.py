@@ -17,7 +17,15 @@ import numpy as np
 import pytest
 from test_gpu_check import require_compiler
 
-from jaxinfer.gpu_check.on_device import attention, baselines, step_task, summary, tasks, timing
+from jaxinfer.gpu_check.on_device import (
+    attention,
+    baselines,
+    random_arrays,
+    step_task,
+    summary,
+    tasks,
+    timing,
+)
 from jaxinfer.gpu_check.on_device.registry import Baseline, DeviceCase, device_cases
 from jaxinfer.gpu_check.on_device.session import Session, task_names
 from jaxinfer.gpu_check.on_device.tasks import Setting
@@ -45,7 +53,7 @@ EXAMPLE = DeviceCase(
     kernel="double",
     case="an example",
     sizes={name: {"rows": rows} for name, rows in (("tiny", 4), ("check", 64), ("time", 1024))},
-    make=lambda sizes, key: {"x": jax.random.normal(key, (sizes["rows"], 8), jnp.float32)},
+    make=lambda sizes, key: {"x": random_arrays.normal(key, (sizes["rows"], 8))},
     run=double,
     reference=lambda inputs: inputs["x"] + inputs["x"],
     work=lambda sizes: kernels.elementwise("double", 8 * sizes["rows"], 8 * sizes["rows"]),
@@ -95,6 +103,21 @@ def test_the_search_goes_on_past_sizes_that_do_not_compile(monkeypatch):
     assert tasks.search(EXAMPLE, H200)["best"] is None, "hardly faster is not worth an entry"
 
 
+def test_random_arrays_are_spread_as_they_say_and_differ_by_their_keys():
+    one, two = random_arrays.split(jnp.uint32(5))
+    shape = (64, 1000)
+    normal, other = (np.asarray(random_arrays.normal(key, shape)) for key in (one, two))
+    assert abs(normal.mean()) < 0.02 and abs(normal.std() - 1) < 0.02 and abs(normal).max() < 5
+    for a, b in ((normal, other), (normal[:-1], normal[1:]), (normal[:, :-1], normal[:, 1:])):
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.02
+    uniform = np.asarray(random_arrays.uniform(one, shape, 2.0, 4.0))
+    assert 2 <= uniform.min() < 2.001 and 3.999 < uniform.max() <= 4
+    assert abs(uniform.mean() - 3) < 0.02
+    drawn, counts = np.unique(random_arrays.integers(two, shape, -3, 5), return_counts=True)
+    assert drawn.tolist() == list(range(-3, 5))
+    assert abs(counts / counts.mean() - 1).max() < 0.05
+
+
 def test_launches_follow_one_another():
     """Each takes what the last one left, or is at least not left out."""
     grow = lambda inputs, last: {"x": inputs["x"] * 0 + last}  # noqa: E731
@@ -111,7 +134,7 @@ def test_others_attention_answers_the_same_question(phase):
     case = cases[f"attention, {phase}, triton: SmolLM2"]
     sizes = case.sizes["tiny"] | {"uneven": 0, "context": 96, "chunk": 96, "pieces": 1}
     sizes |= {"slots": 3, "context": 128 if phase == "decode" else 96}
-    inputs = case.make(sizes, jax.random.key(1))
+    inputs = case.make(sizes, jnp.uint32(1))
     other = case.baselines["XLA"]
     with jax.numpy_dtype_promotion("standard"):  # it is not ours
         theirs = np.asarray(other.run(other.prepare(inputs)), np.float32)
@@ -145,7 +168,7 @@ BESIDE = {c.kernel: c for c in device_cases() if not c.kernel.startswith("attent
 
 
 @pytest.mark.parametrize("case", BESIDE, ids=[case.name for case in BESIDE])
-def test_kernels_beside_attention_agree_with_their_references_in_small(case):
+def test_kernels_beside_attention_agree_with_their_references_in_small(case, quick_compiler):
     """Interpreted; the whole dry run compiles them at full size too."""
     assert tasks._difference(case, H200) <= case.tolerance
 
@@ -175,7 +198,7 @@ def test_a_dry_run_takes_every_path(tmp_path):
     assert "us" in timed["baselines"]["XLA"] and "unavailable" in timed["baselines"]["cuDNN"]
 
 
-def test_the_whole_step_is_the_engines(monkeypatch):
+def test_the_whole_step_is_the_engines(monkeypatch, quick_compiler):
     found = step_task.whole_step(H200)
     assert [row["rows"] for row in found["rows"]] == [1] and found["passed"] and found["met"]
     assert all(row["tokens_per_second"] * row["tpot_ms"] > 0 for row in found["rows"])

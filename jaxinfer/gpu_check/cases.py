@@ -140,8 +140,7 @@ class Plan:
         assert mesh is not None
         ways, whole = mesh.shape["model"], replicated(mesh)
         rows, activation, collectives = 0, 0, Counter[str]()
-        layers: tuple[str, ...] = ()
-        launches: tuple[int, ...] = ()
+        layers, launches = tuple[str, ...](), tuple[int, ...]()
         counts: set[int] = set()  # rows of activations
         owned = self._owned(ways)
         updated: Tree
@@ -150,17 +149,17 @@ class Plan:
             case StepShape() as shape:
                 rows, tokens = shape.sample_rows, shape.rows + shape.chunk
                 counts = {shape.chunk, tokens, tokens * (config.moe.top_k if config.moe else 1)}
-                widest = widest_activation(config, ways) * jnp.dtype(ENGINE.dtype).itemsize
-                activation = widest * tokens
+                itemsize = jnp.dtype(ENGINE.dtype).itemsize
+                activation = widest_activation(config, ways) * itemsize * tokens
                 layers = _layer_kinds(config)
                 launches = () if shape.chunk else self._launches(layers, ways)
-                if ways > 1:  # attention and MLP of every layer, embedding; logits
-                    sums = 2 * config.num_layers + 1
+                sums = 2 * config.num_layers + 1  # attention and MLP of every layer, embedding
+                if ways > 1:  # logits are gathered
                     collectives = Counter({"all-reduce": sums, "all-gather": 1})
                 updated, taken = (pools, slots), (params, pools, slots)
                 load = whole if any(layer.endswith("experts") for layer in layers) else None
-                hidden = whole if shape.chunk else None
-                outputs = (*_shardings(updated), (whole, whole), whole, load, hidden)
+                last = (load, whole if shape.chunk else None)
+                outputs = (*_shardings(updated), (whole, whole), whole, *last)
             case (int() as rows, variant):
                 updated = (slots, history if variant == "full" else None)
                 taken = (*updated, options)
@@ -266,8 +265,7 @@ def make_plan(target: GpuTarget, served: Served, layers: int | None = None) -> P
         for g in groups
     )
     pools = abstract_pools(groups, pool_sharding(groups[0].layer_shape, mesh, groups[0].axes))
-    kind, dims = groups[0].dtype, groups[0].dims
-    attention = choose_body(*device, *dims, kind).implementation
+    attention = choose_body(*device, *groups[0].dims, groups[0].dtype).implementation
     sampling = choose_sampling(device).implementation
     experts = choose_experts(device, specs_of(model), engine.dtype, ways)
     grouped = None if experts is None else experts.implementation

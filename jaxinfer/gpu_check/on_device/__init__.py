@@ -22,10 +22,11 @@ To add a kernel, write a `DeviceCase` for each of its shapes and let `registry.d
 them. A case says, by plain functions:
 
     sizes      for "tiny" (dry runs), "check" (results) and "time": a dict of what `make` scales by
-    make       (sizes, key) -> dict of random input arrays; traced, so use jnp and jax.random, and
-               put NaN where nobody may read
+    make       (sizes, key) -> dict of random input arrays; traced, so use jnp and `random_arrays`,
+               and put NaN where nobody may read
     run        (inputs, interpret, tiling) -> the kernel's result; `tiling` None: its own choice
     reference  inputs -> the same result by plain jnp, in float32
+    compared   what of a result is held against the reference's, where not all of it is
     tolerance  of the largest difference between the two, relative to the reference's largest entry
     work       sizes -> `roofline.kernels.Work`: what it must move and compute
     tuned      the kernel's and shape's names in the table of block sizes, as the kernel looks them

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.gpu_check.attention_kernels import ATTENTION, Attention
+from jaxinfer.gpu_check.on_device import random_arrays
 from jaxinfer.gpu_check.on_device.baselines import dense_baselines
 from jaxinfer.gpu_check.on_device.registry import DeviceCase, Inputs, Purpose, Sizes
 from jaxinfer.roofline import kernels
@@ -163,20 +164,20 @@ def _piece_rows(chunk: int, pieces: int) -> list[int]:
 
 def _make_decode(case: Attention, sizes: Sizes, key: Array) -> Inputs:
     slots, context = sizes["slots"], sizes["context"]
-    q_key, page_key = jax.random.split(key)
+    q_key, page_key = random_arrays.split(key)
     lens = jnp.full(slots, context, jnp.int32)
     if sizes["uneven"]:
         ragged = np.random.default_rng(slots).integers(1, context, slots)
         ragged[:3] = 0, 1, context
         lens = jnp.asarray(ragged, jnp.int32)
     shape = (slots, case.kv_heads, case.group, case.head_dim)
-    q = jax.random.normal(q_key, shape, jnp.float32).astype(jnp.bfloat16)
+    q = random_arrays.normal(q_key, shape).astype(jnp.bfloat16)
     return {"q": q, "lens": lens} | _make_pages(case, slots, context, lens, page_key)
 
 
 def _make_prefill(case: Attention, sizes: Sizes, key: Array) -> Inputs:
     chunk, context = sizes["chunk"], sizes["context"]
-    q_key, page_key = jax.random.split(key)
+    q_key, page_key = random_arrays.split(key)
     rows, first, tiles = _piece_rows(chunk, sizes["pieces"]), 0, []
     for piece, count in enumerate(rows):
         for done in range(0, count, TILE_ROWS):
@@ -185,7 +186,7 @@ def _make_prefill(case: Attention, sizes: Sizes, key: Array) -> Inputs:
         first += count
     tiles.append((0, 0, 0, 0))  # padding, as a step has it
     shape = (chunk, case.kv_heads, case.group, case.head_dim)
-    q = jax.random.normal(q_key, shape, jnp.float32).astype(jnp.bfloat16)
+    q = random_arrays.normal(q_key, shape).astype(jnp.bfloat16)
     lens = jnp.full(len(rows), context, jnp.int32)
     pages = _make_pages(case, len(rows), context, lens, page_key)
     return {"q": q, "tiles": jnp.array(tiles, jnp.int32)} | pages
@@ -197,7 +198,7 @@ def _make_pages(
     """A pool in which every row has pages of its own, anywhere, and other keys are not numbers."""
     width = math.ceil(context / case.page_size)
     count = rows * width + 2  # the null page, and one of nobody
-    keys = jax.random.split(key, 5)
+    keys = random_arrays.split(key, 5)
     order = 1 + np.random.default_rng(count).permutation(count - 1)[: rows * width]
     table = jnp.asarray(order.reshape(rows, width), jnp.int32)
     needed = jnp.arange(width)[None, :] * case.page_size < lens[:, None]
@@ -209,17 +210,17 @@ def _make_pages(
     for name, own, k in zip(("k", "v"), keys[:2], (pool.k, pool.v)):
         if k is None:
             continue
-        values = jax.random.normal(own, k.shape, jnp.float32)
+        values = random_arrays.normal(own, k.shape)
         # Values of pages are finite whosoever they are; so are integers, whose scales say NaN.
         unread = quantised or name == "v" or case.value_dim is not None
         values = jnp.where(owned[..., None] | unread, values * (30 if quantised else 1), jnp.nan)
         made[name] = (jnp.round(values) if quantised else values).astype(k.dtype)
     if quantised:
         for name, own in zip(("k_scale", "v_scale"), keys[2:4]):
-            scales = jax.random.uniform(own, pool.k.shape[:3], jnp.float32, 0.02, 0.05)
+            scales = random_arrays.uniform(own, pool.k.shape[:3], 0.02, 0.05)
             made[name] = jnp.where(owned, scales, jnp.nan)
     if case.sinks:
-        made["sinks"] = jax.random.normal(keys[4], (case.kv_heads, case.group), jnp.float32)
+        made["sinks"] = random_arrays.normal(keys[4], (case.kv_heads, case.group))
     return made
 
 

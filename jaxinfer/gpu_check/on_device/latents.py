@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from jaxinfer.gpu_check.latent_kernels import LATENTS, PAGE_SIZE, Latents
+from jaxinfer.gpu_check.on_device import random_arrays
 from jaxinfer.gpu_check.on_device.registry import DeviceCase, Inputs, Purpose, Sizes
 from jaxinfer.models.layers import linear_by_head, rms_norm
 from jaxinfer.roofline.kernels import Work
@@ -60,11 +60,11 @@ def _case(
 
 
 def _normal(key: Array, dtype: str, *shape: int) -> Array:
-    return jax.random.normal(key, shape, jnp.float32).astype(dtype)
+    return random_arrays.normal(key, shape).astype(dtype)
 
 
 def _angles(case: Latents, key: Array, tokens: int) -> Inputs:
-    angles = jax.random.uniform(key, (tokens, case.rope_dim // 2), jnp.float32, 0, 100)
+    angles = random_arrays.uniform(key, (tokens, case.rope_dim // 2), 0.0, 100.0)
     return {"cos": jnp.cos(angles), "sin": jnp.sin(angles)}
 
 
@@ -81,7 +81,7 @@ def _rounded_sum(parts: Array) -> Array:
 
 
 def _make_latents(case: Latents, sizes: Sizes, key: Array) -> Inputs:
-    keys, tokens, pages = jax.random.split(key, 5), sizes["tokens"], sizes["pages"]
+    keys, tokens, pages = random_arrays.split(key, 5), sizes["tokens"], sizes["pages"]
     head_dim = case.kv_rank + case.rope_dim
     rng = np.random.default_rng(tokens)
     places = rng.permutation((pages - 1) * PAGE_SIZE)[:tokens]
@@ -128,7 +128,7 @@ def _write_work(case: Latents, tokens: int) -> float:
 
 
 def _make_queries(case: Latents, sizes: Sizes, key: Array) -> Inputs:
-    keys, width = jax.random.split(key, 3), case.nope_dim + case.rope_dim
+    keys, width = random_arrays.split(key, 3), case.nope_dim + case.rope_dim
     weights = _normal(keys[1], "float32", case.heads, case.kv_rank, case.nope_dim)
     return {
         "q": _normal(keys[0], "float32", case.parts, sizes["tokens"], case.heads, width),
@@ -161,12 +161,12 @@ def _queries_work(case: Latents, tokens: int) -> float:
 
 
 def _make_parts(case: Latents, sizes: Sizes, key: Array) -> Inputs:
-    keys, tokens = jax.random.split(key, 4), sizes["tokens"]
+    keys, tokens = random_arrays.split(key, 4), sizes["tokens"]
     shape = (tokens, 1, case.splits, case.heads)
     weights = _normal(keys[3], "float32", case.heads, case.v_dim, case.kv_rank)
     return {
         "top": _normal(keys[0], "float32", *shape),
-        "total": jax.random.uniform(keys[1], shape, jnp.float32, 1, 9),
+        "total": random_arrays.uniform(keys[1], shape, 1.0, 9.0),
         "values": _normal(keys[2], "float32", *shape, case.kv_rank),
         "lens": jnp.ones(tokens, jnp.int32).at[0].set(0),
         "weights": (weights / case.kv_rank**0.5).astype(jnp.bfloat16),

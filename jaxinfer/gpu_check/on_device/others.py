@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxinfer.gpu_check.on_device import random_arrays
 from jaxinfer.gpu_check.on_device.registry import DeviceCase, Inputs, Sizes
 from jaxinfer.gpu_check.other_kernels import VOCABULARIES, WRITES, Write
 from jaxinfer.models.layers import rms_norm
@@ -22,8 +22,9 @@ from pallas_kernels.sampling_threshold import sampling_threshold
 from pallas_kernels.tuning import Tiling
 
 EPS = 1e-6
-# Another threshold between the same two tokens is as right: they lie closer together than this.
-THRESHOLD_TOLERANCE = 5e-2
+TOP_K = 50
+# Of so many tokens two, since rounding decides about those at the edge of min-p and top-p.
+THRESHOLD_TOLERANCE = 2 / TOP_K
 WRITE_TOLERANCE = 2e-2  # the last bit of bfloat16 after a norm and a rotation, or of what is stored
 
 
@@ -41,6 +42,7 @@ def other_device_cases() -> Iterator[DeviceCase]:
             make=_make_logits,
             run=_run_threshold,
             reference=_threshold,
+            compared=_kept,
             work=lambda sizes: kernels.sampler(sizes["rows"], sizes["vocabulary"]),
             tolerance=THRESHOLD_TOLERANCE,
         )
@@ -68,10 +70,10 @@ def other_device_cases() -> Iterator[DeviceCase]:
 def _make_logits(sizes: Sizes, key: Array) -> Inputs:
     rows, vocabulary = sizes["rows"], sizes["vocabulary"]
     return {
-        "logits": 3 * jax.random.normal(key, (rows, vocabulary), jnp.float32),
+        "logits": 3 * random_arrays.normal(key, (rows, vocabulary)),
         "temperature": jnp.full(rows, 0.8, jnp.float32),
         "min_p": jnp.full(rows, 0.01, jnp.float32),
-        "top_k": jnp.full(rows, 50, jnp.int32),
+        "top_k": jnp.full(rows, TOP_K, jnp.int32),
         "top_p": jnp.full(rows, 0.9, jnp.float32),
     }
 
@@ -85,6 +87,13 @@ def _threshold(inputs: Inputs) -> Array:
     return sampling_threshold(**inputs, implementation="reference_static")
 
 
+def _kept(inputs: Inputs, threshold: Array) -> Array:
+    """How many tokens it leaves: any threshold between the same two tokens is as right."""
+    logits = inputs["logits"]
+    near = logits >= logits.max(axis=1, keepdims=True) - threshold[:, None]
+    return near.sum(axis=1, dtype=jnp.float32)
+
+
 def _write_work(case: Write, sizes: Sizes) -> Work:
     shape = AttentionShape(
         kv_heads=case.kv_heads, group=case.group, head_dim=case.head_dim, value_dim=case.head_dim
@@ -93,14 +102,14 @@ def _write_work(case: Write, sizes: Sizes) -> Work:
 
 
 def _make_heads(case: Write, sizes: Sizes, key: Array) -> Inputs:
-    tokens, pages, keys = sizes["tokens"], sizes["pages"], jax.random.split(key, 8)
+    tokens, pages, keys = sizes["tokens"], sizes["pages"], random_arrays.split(key, 8)
     half = (case.rotary_dim or case.head_dim) // 2
-    angles = jax.random.uniform(keys[0], (tokens, half), jnp.float32, 0, 100)
+    angles = random_arrays.uniform(keys[0], (tokens, half), 0.0, 100.0)
     pool = (pages, case.kv_heads, case.page_size, case.head_dim)
     rng = np.random.default_rng(tokens)
 
     def normal(own: Array, *shape: int) -> Array:
-        return jax.random.normal(own, shape, jnp.float32).astype(jnp.bfloat16)
+        return random_arrays.normal(own, shape).astype(jnp.bfloat16)
 
     made: Inputs = {
         "q": normal(keys[1], tokens, case.kv_heads, case.group, case.head_dim),

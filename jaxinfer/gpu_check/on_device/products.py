@@ -8,7 +8,6 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -34,6 +33,7 @@ from jaxinfer.gpu_check.matmul_kernels import (
     W8A8_FLOAT8,
     Stored,
 )
+from jaxinfer.gpu_check.on_device import random_arrays
 from jaxinfer.gpu_check.on_device.registry import DeviceCase, Inputs, Purpose, Sizes
 from jaxinfer.roofline import kernels
 from jaxinfer.roofline.kernels import Storage, Work
@@ -108,10 +108,10 @@ def _work(stored: Stored, top_k: int, sizes: Sizes) -> Work:
 
 
 def _make(stored: Stored, top_k: int, sizes: Sizes, key: Array) -> Inputs:
-    x_key, *keys = jax.random.split(key, 4)
+    x_key, *keys = random_arrays.split(key, 4)
     experts, rows = sizes["experts"], sizes["tokens"] * top_k
     shape = ((experts,) if experts else ()) + (sizes["outputs"], sizes["columns"])
-    x = jax.random.normal(x_key, (rows, sizes["columns"]), jnp.float32)
+    x = random_arrays.normal(x_key, (rows, sizes["columns"]))
     made: Inputs = {"x": x.astype(jnp.bfloat16), "weight": _weight(stored, shape, keys)}
     if experts:  # as a fair router would choose
         chosen = np.random.default_rng(rows).integers(0, experts, rows)
@@ -123,20 +123,20 @@ def _weight(stored: Stored, shape: tuple[int, ...], keys: list[Array]) -> Array 
     *experts, outputs, columns = shape
     dtype = jnp.dtype(stored.values)
     if stored.bits == 16:
-        return jax.random.normal(keys[0], shape, jnp.float32).astype(dtype)
+        return random_arrays.normal(keys[0], shape).astype(dtype)
     rows, group = stored.block
     group = group or columns
     places = (*experts, columns // group, -(-outputs // rows))
     packed = (*experts, outputs, columns * stored.bits // 8)
     if jnp.issubdtype(dtype, jnp.integer):
         low, high = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
-        values = jax.random.randint(keys[0], packed, low, high + 1).astype(dtype)
+        values = random_arrays.integers(keys[0], packed, low, high + 1).astype(dtype)
     else:
-        values = jax.random.normal(keys[0], packed, jnp.float32).astype(dtype)
-    scales = jax.random.uniform(keys[1], places, jnp.float32, 0.01, 0.02)
+        values = random_arrays.normal(keys[0], packed).astype(dtype)
+    scales = random_arrays.uniform(keys[1], places, 0.01, 0.02)
     zeros = None
     if stored.zeros:
-        zeros = jax.random.uniform(keys[2], places, jnp.float32, 0, 16).astype(stored.zeros)
+        zeros = random_arrays.uniform(keys[2], places, 0.0, 16.0).astype(stored.zeros)
     return QuantisedWeight(
         values,
         scales,

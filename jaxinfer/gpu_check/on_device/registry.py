@@ -40,6 +40,7 @@ class DeviceCase:
 
     Attributes:
         kernel / case: what it computes and whose shapes these are; together they name the case.
+        compared: what of (inputs, result) must be alike; None: the result.
         oldest / newest: compute capabilities of the GPUs that have the kernel.
         interpretable: whether `run` can be interpreted on a CPU.
     """
@@ -57,6 +58,7 @@ class DeviceCase:
     baselines: Mapping[str, Baseline] = field(default_factory=dict)
     feed: Callable[[Inputs, Any], Inputs] | None = None
     target: float | None = None
+    compared: Callable[[Inputs, Any], Any] | None = None
     oldest: Capability = (8, 0)
     newest: Capability | None = None
     interpretable: bool = True

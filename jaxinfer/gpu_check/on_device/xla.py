@@ -7,12 +7,12 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxinfer.gpu_check.on_device import random_arrays
 from jaxinfer.gpu_check.on_device.registry import DeviceCase, Inputs, Purpose, Sizes
 from jaxinfer.known_models import known_model
 from jaxinfer.models.layers import linear
@@ -101,7 +101,7 @@ def _shrunk(full: Sizes, *names: str) -> dict[Purpose, Sizes]:
 
 
 def _normal(key: Array, *shape: int) -> Array:
-    return jax.random.normal(key, shape, jnp.float32).astype(DTYPE)
+    return random_arrays.normal(key, shape).astype(DTYPE)
 
 
 def _float32(x: Array) -> Array:
@@ -109,7 +109,7 @@ def _float32(x: Array) -> Array:
 
 
 def _make_product(sizes: Sizes, key: Array) -> Inputs:
-    x, weight = jax.random.split(key)
+    x, weight = random_arrays.split(key)
     return {
         "x": _normal(x, sizes["rows"], sizes["inputs"]),
         "weight": _normal(weight, sizes["outputs"], sizes["inputs"]),
@@ -126,7 +126,7 @@ def _exact_product(inputs: Inputs) -> Float[Array, "R N"]:
 
 
 def _make_experts(experts: int, top_k: int, sizes: Sizes, key: Array) -> Inputs:
-    x, weight = jax.random.split(key)
+    x, weight = random_arrays.split(key)
     rows = sizes["tokens"] * top_k
     chosen = np.random.default_rng(rows).integers(0, experts, rows)  # as a fair router would
     return {
@@ -157,7 +157,7 @@ def _each_expert(inputs: Inputs) -> Float[Array, "R N"]:
 
 
 def _make_write(sizes: Sizes, key: Array) -> Inputs:
-    tokens, pages, keys = sizes["tokens"], sizes["pages"], jax.random.split(key, 4)
+    tokens, pages, keys = sizes["tokens"], sizes["pages"], random_arrays.split(key, 4)
     pool = (pages, PAGES.kv_heads, PAGES.page_size, PAGES.head_dim)
     new = (tokens, PAGES.kv_heads, PAGES.head_dim)
     rng = np.random.default_rng(tokens)
