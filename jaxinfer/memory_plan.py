@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,9 +22,9 @@ from jaxinfer.kv_pool import (
 )
 from jaxinfer.models import family_of
 from jaxinfer.page_transfer import BATCH, MOST_BATCHES
-from jaxinfer.params import named_leaves
 from jaxinfer.platform import allocator_fraction
-from jaxinfer.quantization.kinds import KINDS, NONE, Kind
+from jaxinfer.quantization.kinds import KINDS, NONE
+from jaxinfer.quantization.weight import largest_made, quantised_specs
 from jaxinfer.sizes import size_text
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
 from jaxinfer.step_plan import MAX_PIECES, SCORED_ROWS
@@ -137,22 +136,12 @@ def workspace_bytes(
     kind = KINDS.get(config.quantization or NONE)
     widest, products = widest_activation(model), kind.products if kind else 1
     if made is None:
-        made = _largest_made(model, kind, itemsize) if kind else 0
+        specs = family_of(model.family).param_specs(model)
+        made = largest_made(quantised_specs(specs, config.quantization or NONE, config.dtype))
     logits = 4 * model.vocab_size * max(config.max_num_seqs + MAX_PIECES, SCORED_ROWS)
     values = 2 * products * rows * widest * max(itemsize, 4)
     hidden = 2 * config.max_num_batched_tokens * model.hidden_size * itemsize
     return (2 + 2 * products) * logits + values + hidden + made + WORKSPACE_SLACK
-
-
-def _largest_made(model: ModelConfig, kind: Kind, itemsize: int) -> int:
-    if not kind.dequantised:
-        return 0
-    shapes = [
-        spec.shape[spec.axes[0] == "experts" :]
-        for _, spec in named_leaves(family_of(model.family).param_specs(model))
-        if spec.inputs and (kind.vocabulary or spec.axes[0] != "vocab")
-    ]
-    return max(map(math.prod, shapes)) * (itemsize if kind.layout.values == "int8" else 4)
 
 
 def widest_activation(model: ModelConfig, ways: int = 1) -> int:

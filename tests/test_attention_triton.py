@@ -167,6 +167,14 @@ def test_splits_follow_from_shapes_and_fill_a_device():
     assert splits.num_splits(8, 64) == 1
 
 
+@pytest.mark.parametrize("head_dim", [80, 96, 112, 192])
+def test_quantised_heads_in_parts_have_fewer_keys_in_registers(head_dim):
+    """With 64, those of 96 and 112 spill on H200 as compiled."""
+    whole, parts = (triton_decode.rule(4, size, quantised=True) for size in (64, head_dim))
+    assert (whole.columns, parts.columns) == (64, 32)
+    assert triton_decode.rule(4, head_dim).columns == 64
+
+
 def test_a_row_of_no_length_costs_nothing(monkeypatch):
     """Its parts are not even written: the interpreter begins with NaN."""
     monkeypatch.setattr(triton_decode, "num_splits", lambda programs, longest: 3)

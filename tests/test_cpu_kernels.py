@@ -24,6 +24,7 @@ from jaxinfer.cpu_kernels.xla_call import speaks
 from jaxinfer.models import family_of
 from jaxinfer.models.layers import linear
 from jaxinfer.params import ParamSpec
+from jaxinfer.quantization.quantise import quantise_params
 from pallas_kernels import paged_attention as reference
 
 FOUND = vectors()
@@ -90,6 +91,18 @@ def test_only_float32_weights_of_products_are_put_into_panels():
     assert in_panels(params, specs, WIDTH) == 1
     assert isinstance(params["layers"][0]["w"], Panels)
     assert not any(isinstance(params[name], Panels) for name in ("norm", "experts", "half"))
+
+
+def test_panels_are_quantised_as_what_they_hold():
+    """A benchmark puts an engine of another kind beside one that has panels."""
+    specs = {"w": ParamSpec((50, 4, 8), ("embed", "kv_heads", None), inputs=2)}
+    plain = {"w": jnp.asarray(np.random.default_rng(3).standard_normal((50, 4, 8), np.float32))}
+    params = dict(plain)
+    assert in_panels(params, specs, WIDTH) == 1
+    np.testing.assert_array_equal(params["w"].array(), plain["w"])
+    found, wanted = (quantise_params(p, specs, "w8a8", "float32") for p in (params, plain))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_many_threads_may_multiply_at_once():

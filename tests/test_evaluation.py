@@ -118,8 +118,10 @@ def test_the_default_set_is_of_every_kind():
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("{", "not JSON"),
+        ("{", "not valid JSON"),
         ("[1]", "expected a JSON object"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"name": "a", "prompt": "\\ud800", "any": ["c"]}', "half of a character"),
         ('{"name": "a", "prompt": "b"}', "one of any, all, starts, exact"),
         ('{"name": "a", "prompt": "b", "chat": "c", "exact": "d"}', "a prompt or a chat"),
         ('{"name": "a", "prompt": "b", "any": "c"}', "any = 'c' is of the wrong kind"),

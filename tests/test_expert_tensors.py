@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from test_families import ORACLES, family_folder
-from tiny_checkpoint import write_tokenizer
+from test_families import ORACLES, family_folder, oracle
+from tiny_checkpoint import dense_logits, write_tokenizer
 
 from jaxinfer.checkpoints import CheckpointError, convert, inspect_checkpoint, load_model
 from jaxinfer.models.mxfp4 import dequantise
 from jaxinfer.params import named_leaves
+from pallas_kernels.quantised_matmul import dequantise as dequantise_weight
 
 Weights = dict[str, np.ndarray]
 PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -147,23 +148,46 @@ def packed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_mxfp4_experts_are_what_they_stand_for(packed_folder, tmp_path):
     _, plain = mxfp4(weights_of("gpt_oss"))
     wanted = load_model(folder_with(tmp_path / "plain", "gpt_oss", plain))
-    found = load_model(packed_folder)
+    found = load_model(packed_folder, quantization="none")
     assert found.dtype == "bfloat16" and same_parameters(wanted, found)
     original = load_model(family_folder(tmp_path / "original", "gpt_oss"))
     assert not same_parameters(original, found), "four bits do lose something"
-    converted = load_model(convert(packed_folder, tmp_path / "orbax"))
-    assert converted.config == found.config and same_parameters(converted, found)
-    in_float32 = load_model(packed_folder, dtype="float32")
+    in_float32 = load_model(packed_folder, dtype="float32", quantization="none")
     widened = jax.tree.map(lambda x: np.asarray(x, np.float32), found.params)
     for (name, one), (_, other) in zip(named_leaves(in_float32.params), named_leaves(widened)):
         np.testing.assert_array_equal(one, other, err_msg=name)
 
 
+def test_mxfp4_experts_are_kept_as_they_are_published(packed_folder, tmp_path):
+    kept = load_model(packed_folder, dtype="float32", quantization="mxfp4")
+    numbers = load_model(packed_folder, dtype="float32", quantization="none")
+    for name in ("experts_gate_up", "experts_down"):
+        weight, plain = kept.params["layers"][1][name], numbers.params["layers"][1][name]
+        assert weight.values.nbytes * 2 == plain.size and weight.scales.dtype == "bfloat16"
+        (matrices,) = weight.terms
+        np.testing.assert_array_equal(dequantise_weight(matrices).reshape(plain.shape), plain)
+    tokens, oracles = oracle("gpt_oss")
+    found = dense_logits(kept.config, kept.params, tokens)
+    wanted = dense_logits(numbers.config, numbers.params, tokens)
+    assert np.abs(found - wanted).max() < 1e-4 * np.abs(wanted).max()
+    assert 1e-3 < np.linalg.norm(found - oracles) / np.linalg.norm(oracles) < 0.5
+    converted = load_model(
+        convert(packed_folder, tmp_path / "orbax", "float32"), quantization="mxfp4"
+    )
+    assert converted.quantization == "mxfp4" and same_parameters(converted, kept)
+
+
 def test_inspect_says_how_they_are_stored(packed_folder):
-    info = inspect_checkpoint(packed_folder)
+    info = inspect_checkpoint(packed_folder, quantization="mxfp4")
     experts = 2 * 4 * (128 * 32 + 32 * 64)
-    assert info.stored["U8"] == experts // 2 + experts // 32
-    assert info.dtype == "bfloat16"
+    assert info.stored["MXFP4"] == experts // 2 + experts // 32
+    assert info.dtype == "bfloat16" and info.quantization == "mxfp4"
+    assert (
+        info.weight_bytes("bfloat16")
+        == inspect_checkpoint(packed_folder, quantization="none").weight_bytes("bfloat16")
+        - experts * 3 // 2
+        + experts // 16
+    )
 
 
 def broken(tmp_path: Path, packed_folder: Path, change: Any, **config: Any) -> Path:
@@ -174,26 +198,33 @@ def broken(tmp_path: Path, packed_folder: Path, change: Any, **config: Any) -> P
 
 
 SCALES = "model.layers.0.mlp.experts.down_proj_scales"
+DOWN = (SCALES, "model.layers.0.mlp.experts.down_proj_blocks")
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda w: w.pop(SCALES), "down_proj_scales: missing"),
-        (lambda w: w.update({SCALES: w[SCALES][:, :, :1].copy()}), r"found \[4, 32, 1\]"),
-        (lambda w: w.update({SCALES: w[SCALES].astype(np.float32)}), "float32, expected uint8"),
-        (lambda w: w[SCALES].fill(255), "values are NaN or Inf"),
-        (lambda w: w[SCALES].fill(254), "values are NaN or Inf"),
+        (lambda w: w.update({SCALES: w[SCALES][:, :, :1].copy()}), r"found \[4, 32, 1\] for block"),
+        (
+            lambda w: w.update({n: w[n][:, :16] for n in DOWN}),
+            r"0.down_proj.weight: expected shape",
+        ),
+        (lambda w: w.update({n: w[n][:3] for n in DOWN}), r"3.down_proj.weight: missing"),
+        (lambda w: w.update({SCALES: w[SCALES].astype(np.float32)}), "stored as F32, expected U8"),
+        (lambda w: w[SCALES].fill(255), "(values|scales) are NaN or Inf"),
+        (lambda w: w[SCALES].fill(254), "(values|scales) are NaN or Inf"),
         (
             lambda w: w.update({"model.norm.weight": np.ones(32, np.uint8)}),
-            "stored as U8, expected floating point",
+            "stored as U8, expected one of F32",
         ),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(change, said, tmp_path, packed_folder):
+@pytest.mark.parametrize("kind", ["none", "mxfp4"])
+def test_what_is_wrong_with_a_file_is_said(change, said, kind, tmp_path, packed_folder):
     folder = broken(tmp_path, packed_folder, change, quantization_config=QUANTISED)
     with pytest.raises(CheckpointError, match=said):
-        load_model(folder)
+        load_model(folder, quantization=kind)
 
 
 @pytest.mark.parametrize(("family", "method"), [("gpt_oss", "quark"), ("olmoe", "mxfp4")])

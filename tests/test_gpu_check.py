@@ -111,14 +111,19 @@ def test_quantised_weights_are_read_in_fewer_bytes(rows):
     def weights(kind: str) -> float:
         return rows[Served(LLAMA, 1, kind), TELLING[0]].figures.weight_bytes
 
-    vocabulary = 2 * 128_256 * 4096  # of which int8 takes half as well
+    vocabulary = 2 * 128_256 * 4096  # of which int8 takes half as well, and int4 has it in int8
     assert weights("int8") == weights("w8a8") == pytest.approx(weights(NONE) / 2, rel=1e-3)
     plain = weights(NONE) - 2 * vocabulary
     for kind in ("fp8", "w8a8-fp8"):
         assert weights(kind) - 2 * vocabulary == pytest.approx(plain / 2, rel=1e-3)
-    for kind, scale in (("int4", 32 / 128), ("mxfp4", 16 / 32)):  # bits of it over its group
-        grouped = plain * (4 + scale) / 16
-        assert weights(kind) - 2 * vocabulary == pytest.approx(grouped, rel=1e-3)
+    of_rows = 2 * 128_256 * 4  # scales of the vocabulary's
+    assert weights("int4") - vocabulary - of_rows == pytest.approx(
+        plain * (4 + (32 + 8) / 128) / 16,
+        rel=1e-3,  # a group has a scale and a zero point
+    )
+    assert weights("mxfp4") - 2 * vocabulary == pytest.approx(
+        plain * (4 + 8 * 2 / 32) / 16, rel=1e-3
+    )
 
 
 def test_deepseek_v3_fits_on_eight_gpus_in_float8_only():

@@ -21,7 +21,7 @@ from tiny_checkpoint import (
     write_gguf,
 )
 
-from jaxinfer.checkpoints import LoadedModel, convert, load_model
+from jaxinfer.checkpoints import CheckpointError, LoadedModel, convert, load_model
 from jaxinfer.config import ModelConfig
 from jaxinfer.models.rope import inverse_frequencies
 
@@ -181,6 +181,29 @@ def test_blocks_are_kept_as_they_are_stored(tmp_path: Path, name: str) -> None:
     restored = load_model(target)  # as numbers
     for one, two in zip(jax.tree.leaves(restored.params), jax.tree.leaves(plain.params)):
         np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "said"),
+    [
+        ("Q8_0", 0, "scales"),
+        ("Q4_0", 0, "scales"),
+        ("Q4_1", 0, "scales"),
+        ("Q4_1", 2, "zero points"),
+    ],
+)
+def test_broken_blocks_are_named(tmp_path: Path, name: str, at: int, said: str) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", quantisation=gguf.GGMLQuantizationType[name])
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    data = bytearray(path.read_bytes())
+    start = int(tensors["blk.1.ffn_down.weight"].data_offset) + at
+    data[start : start + 2] = np.float16(np.nan).tobytes()
+    path.write_bytes(data)
+    down = "blk.1.ffn_down.weight: model.layers.1.mlp.down_proj.weight"
+    with pytest.raises(CheckpointError, match=f"{down}: 1 {said} are NaN or Inf"):
+        load_model(path, quantization="int8" if name == "Q8_0" else "int4")
+    with pytest.raises(CheckpointError, match=f"{down}: 32 of 2048 values are NaN or Inf"):
+        load_model(path, quantization="none")
 
 
 @pytest.mark.parametrize("variant", ["llama3", "tied"])

@@ -14,9 +14,10 @@ import pytest
 import tiny_packed as packs
 from safetensors.numpy import load_file, save_file
 from test_families import oracle
-from tiny_checkpoint import dense_logits, expected
+from tiny_checkpoint import dense_logits, expected, hf_folder
 
 from jaxinfer.checkpoints import CheckpointError, convert, inspect_checkpoint, load_model
+from jaxinfer.models.hf_quantization import hf_storage
 from jaxinfer.params import named_leaves
 from jaxinfer.quantization.weight import Quantised
 
@@ -27,7 +28,7 @@ BOUNDS = {"int4": 0.5, "int8": 0.04, "w8a8": 0.06, "fp8-block": 0.2, "w8a8-fp8":
 
 
 def folder_of(tmp_path: Path, way: str, family: str = "llama") -> Path:
-    pack, config, _ = packs.EVERY[way]
+    pack, config, _ = (packs.EVERY | packs.MADE)[way]
     return packs.packed_folder(tmp_path, pack, config, family)
 
 
@@ -159,12 +160,60 @@ def test_columns_in_other_orders_are_made_numbers_of(tmp_path, caplog):
     assert "weights as stored: 7 matrices, int4, groups of 16" in caplog.text
 
 
-def test_eight_bits_with_zero_points_are_made_numbers_of(tmp_path):
-    pack = packs.gptq(8)
-    folder = packs.packed_folder(tmp_path, pack, packs.gptq_config(8))
-    assert load_model(folder, dtype="float32").quantization == "none"
+@pytest.mark.parametrize("way", packs.MADE)
+def test_eight_bits_with_zero_points_are_made_numbers_of(way, tmp_path):
+    found = load_model(folder_of(tmp_path, way), dtype="float32")
+    assert found.quantization == "none"
     plain = load_model(tmp_path / "plain", dtype="float32")
-    assert apart(logits(load_model(folder, dtype="float32")), logits(plain)) < 1e-5
+    assert apart(logits(found), logits(plain)) < 1e-5
+
+
+def test_zero_points_of_0_in_version_1_are_what_its_tools_wrote(tmp_path):
+    """Taken less one, they borrow from the next in their word."""
+
+    def pack(weight: np.ndarray) -> Any:
+        parts, _ = packs.gptq(v2=True)(weight)
+        zeros = packs.words(np.zeros((weight.shape[1] // packs.GROUP, len(weight)), np.int64))
+        parts["qzeros"] = (zeros.view(np.uint32) - np.uint32(0x11111111)).view(np.int32)
+        group = packs.in_order(weight.shape[1])
+        values = (parts["qweight"].view(np.uint32)[:, None] >> np.arange(0, 32, 4)[:, None]) & 15
+        values = values.reshape(-1, len(weight)).T.astype(np.float32)
+        meant = values * parts["scales"].T.astype(np.float32)[:, group]
+        return parts, np.ascontiguousarray(meant)
+
+    folder = packs.packed_folder(tmp_path, pack, packs.gptq_config())
+    plain = dict(named_leaves(load_model(tmp_path / "plain", dtype="float32").params))
+    found = load_model(folder, dtype="float32", quantization="none")
+    for name, array in named_leaves(found.params):
+        np.testing.assert_allclose(array, plain[name], rtol=1e-6, err_msg=name)
+
+
+def test_schemes_are_found_by_name_then_pattern_then_class():
+    groups = {
+        "a": {"targets": ["Linear"], "weights": packs.CHANNEL},
+        "b": {"targets": ["re:.*down_proj"], "weights": packs.CHANNEL | {"type": "float"}},
+        "c": {"targets": ["layers.1.mlp.down_proj"], "weights": packs.CHANNEL | {"num_bits": 4}},
+    }
+    config = {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["re:.*q_"]}
+    storage = hf_storage({"quantization_config": config})
+    assert storage is not None and storage == hf_storage({"compression_config": config})
+    names = ("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj")
+    found = [storage.scheme(f"model.layers.{i}.{name}") for i in range(2) for name in names]
+    values = [scheme and scheme.values for scheme in found]
+    assert values == ["int8", "float8_e4m3fn", None, "int8", "int4", None]
+
+
+def test_what_a_checkpoint_asks_for_besides_is_said(tmp_path, caplog):
+    pack, config, _ = packs.EVERY["fp8 static"]
+    scheme = {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    folder = packs.packed_folder(
+        tmp_path, pack, config | scheme, change=lambda held: held.update({
+            "model.layers.0.self_attn.k_proj.k_scale": np.ones(1, np.float32)})
+    )  # fmt: skip
+    with caplog.at_level(logging.INFO, logger="jaxinfer"):
+        load_model(folder, dtype="float32", quantization="w8a8-fp8")
+    for words in ("scales of activations", "kv_cache_scheme is not used", "scales of the KV cache"):
+        assert words in caplog.text
 
 
 def test_modules_that_are_left_out_stay_numbers(tmp_path):
@@ -204,11 +253,19 @@ def poisoned(suffix: str) -> Any:
     return change
 
 
-def cut(suffix: str) -> Any:
+def changed(suffix: str, to: Any) -> Any:
     def change(held: dict[str, np.ndarray]) -> None:
-        held[Q + suffix] = held[Q + suffix][1:].copy()
+        held[Q + suffix] = np.array(to(held[Q + suffix]), held[Q + suffix].dtype)
 
     return change
+
+
+def cut(suffix: str) -> Any:
+    return changed(suffix, lambda array: array[1:])
+
+
+def zeroed(suffix: str) -> Any:
+    return changed(suffix, np.zeros_like)
 
 
 @pytest.mark.parametrize(
@@ -218,26 +275,57 @@ def cut(suffix: str) -> Any:
         ("awq", without("scales"), [Q, "scales (scales) are missing"]),
         ("awq", cut("scales"), [Q, "scales has shape [1, 64], expected [2, 64] for groups of 16"]),
         ("awq", poisoned("scales"), [Q, "scales are NaN or Inf"]),
+        ("awq", zeroed("scales"), [Q, "all its scales are 0, but its values are not"]),
+        ("gptq", changed("g_idx", lambda a: a[::-1]), [Q, "g_idx has columns in another order"]),
+        (
+            "gptq act-order", changed("g_idx", lambda a: a * 0),
+            [Q, "g_idx: 1 groups of [32] columns, expected 2 of 16"],
+        ),
+        ("gptq", changed("qweight", lambda a: a.reshape(-1)), [Q, "qweight has shape [256], not"]),
         ("gptq", cut("qzeros"), [Q, "qzeros has shape [1, 8], expected [2, 8]"]),
         ("gptq act-order", without("g_idx"), [Q, "the columns' groups (g_idx) are missing"]),
         ("int4 asym", without("weight_zero_point"), [Q, "zero points (weight_zero_point)"]),
         ("int4", cut("weight_scale"), [Q, "weight_scale has shape [63, 2], expected [64, 2]"]),
+        (
+            "int4", changed("weight_shape", lambda a: a[[0, 0, 1]]),
+            [Q, "weight_shape says [64, 64, 32], weight_packed another"],
+        ),
+        (
+            "int4", changed("weight_shape", lambda a: a - 8),
+            [Q, "weight_shape says [56, 24], weight_packed another"],
+        ),
         ("w8a16", without("weight_scale"), [Q, "its scales weight_scale are missing"]),
         ("w8a16", cut("weight_scale"), [Q, "expected weight_scale of shape [64, 1]"]),
         ("w8a16", without("weight"), [Q, "there are weight_scale, but no values"]),
+        ("w8a16", zeroed("weight_scale"), [Q, "all its scales are 0, but its values are not"]),
+        (
+            "w8a16 zeros", changed("weight_zero_point", lambda a: a[:1]),
+            [Q, "weight_zero_point is I8[1, 1], expected I8[64, 1], like the scales"],
+        ),
+        ("fp8 blocks", cut("weight_scale_inv"), [Q, "expected weight_scale_inv of shape [4, 2]"]),
+        ("fp8", changed("weight", lambda a: a * 0 + np.nan), [Q, "2048 values are NaN or Inf"]),
         ("fp8", poisoned("weight_scale"), [Q, "scales are NaN or Inf"]),
         ("fp8 static", without("input_scale"), [Q, "its static scale input_scale is missing"]),
         ("fp8 static", poisoned("input_scale"), [Q, "input_scale: expected numbers above 0"]),
     ],
 )  # fmt: skip
 def test_defects_are_named(way, change, words, tmp_path):
-    pack, config, kind = packs.EVERY[way]
+    pack, config, kind = (packs.EVERY | packs.MADE)[way]
     folder = packs.packed_folder(tmp_path, pack, config, change=change)
     with pytest.raises(CheckpointError) as caught:
         load_model(folder, dtype="float32", quantization=kind)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     with pytest.raises(CheckpointError, match=re.escape(Q)):  # as numbers too
         load_model(folder, dtype="float32")
+
+
+def test_a_config_that_no_tensor_is_stored_by_is_named(tmp_path):
+    folder = hf_folder(tmp_path / "hf")
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = packs.AWQ_CONFIG
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="no tensor is stored as quantization_config"):
+        load_model(folder)
 
 
 def config_with(folder: Path, **changes: Any) -> Path:
@@ -255,12 +343,35 @@ def config_with(folder: Path, **changes: Any) -> Path:
         ("awq", {"group_size": 0}, "group_size = 0, expected a number of columns"),
         ("awq", {"version": "gemv"}, "version = 'gemv' is not supported"),
         ("awq", {"bits": 3}, "bits = 3 is not supported"),
+        ("awq", {"backend": "llm-awq"}, "backend = 'llm-awq' is not supported"),
+        ("awq", {"zero_point": False}, "zero_point = False is not supported"),
+        ("awq", {"quant_method": []}, r"quant_method = \[\], expected a text"),
+        ("gptq", {"bits": 3}, r"bits = 3 is not supported \(only 4 or 8\)"),
+        ("gptq", {"bits": 8}, "scales has shape .4, 32., expected .2, 32. for groups of 16"),
+        ("gptq", {"pack_dtype": "int16"}, "pack_dtype = 'int16' is not supported"),
+        ("gptq", {"format": "gptq_v2"}, "checkpoint_format = 'gptq' contradicts format = 'gptq_v2"),
+        ("gptq act-order", {"desc_act": False}, "g_idx has columns in another order than"),
         ("gptq", {"bits": 2}, r"bits = 2 is not supported \(only 4 or 8\)"),
         ("gptq sym", {"checkpoint_format": "gptq_v2"}, "mean 7, but sym is true, so that they are"),
         ("gptq", {"dynamic": {"-:.*": {}}}, "dynamic = .* is not supported"),
         ("fp8", {"weight_block_size": [128, 0]}, "weight_block_size = .128, 0., expected"),
         ("fp8", {"fmt": "e5m2"}, "fmt = 'e5m2' is not supported"),
         ("w8a8", {"config_groups": {}}, "config_groups = .*, expected groups of modules"),
+        ("w8a8", {"config_groups": {"a": 1}}, "config_groups: a = 1, expected settings"),
+        ("w8a8", {"ignore": ["re:("]}, "ignore: 're:.' is no pattern: missing"),
+        ("w8a8", {"sparsity_config": "dense"}, "sparsity_config = 'dense', expected settings"),
+        ("w8a8", {"transform_config": {"a": 1}}, "transform_config = .* is not supported"),
+        ("w8a8", {"format": "marlin-24"}, "format = 'marlin-24' is not supported"),
+        (
+            "w8a8", packs.compressed_config(packs.CHANNEL | {"num_bits": []}),
+            r"weights: num_bits = \[\], expected an integer",
+        ),
+        (
+            "w8a8", packs.compressed_config(packs.CHANNEL, {"num_bits": 8, "type": "float"}),
+            "input_activations of 8 bits of 'float' are not supported for weights of 8 of 'int'",
+        ),
+        ("w8a8", packs.compressed_config(packs.CHANNEL | {"num_bits": 6}), "6 bits of 'int'"),
+        ("int4", packs.int4_config(False), "zero points .weight_zero_point. are missing"),
         ("w8a8", {"ignore": ["re:.*q_proj"]}, "quantization_config leaves it out"),
         ("w8a8", {"quant_method": "bitsandbytes"}, "stored as 'bitsandbytes' cannot be read; awq"),
         ("w8a8", {"quant_method": "hqq"}, "stored as 'hqq' cannot be read; awq .4 bits., gptq"),

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import tiny_packed as packs
 from jaxinfer_service.cli import app
 from rich.console import Console
 from test_families import family_folder
@@ -108,10 +109,47 @@ def test_damage_is_named(tmp_path):
     (target / "jaxinfer.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"layers\.0\.qkv\.scales: expected shape"):
         load_model(target)
+    manifest["tensors"]["layers.0.qkv.scales"] = scales
+    manifest["tensors"]["layers.0.qkv.values"][1] = "uint8"
+    (target / "jaxinfer.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        CheckpointError, match=r"qkv\.values: expected .* of int8, found .* of uint8"
+    ):
+        load_model(target)
     manifest["quantization"] = "int7"
     (target / "jaxinfer.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="quantization = 'int7'"):
         load_model(target)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("rows", 0, "rows = 0, expected an integer from 1"),
+        ("terms", 0, "terms = 0, expected 1 or 2"),
+        ("zeros", "int8", "zeros = 'int8', expected '' or 'uint8' or 'float32'"),
+        ("zeros", "float32", "zeros: expected .* of float32, found .* of uint8"),
+        ("scales", 3, "scales = 3, expected 'float32' or"),
+        ("values", "float4_e2m1fn", "zero points are of int4 only"),
+        ("values", "int3", "values = 'int3', expected 'int8' or"),
+        ("order", True, "qkv.order: missing"),
+    ],
+)
+def test_damaged_layouts_are_named(field, value, said, tmp_path_factory, tmp_path):
+    target = tmp_path_factory.getbasetemp() / "layouts"
+    if not target.exists():
+        packed = packs.packed_folder(tmp_path, packs.awq, packs.AWQ_CONFIG)
+        convert(packed, target, "float32", quantization="int4")
+    manifest = json.loads((target / "jaxinfer.json").read_text())
+    damaged = manifest | {"layouts": manifest["layouts"] | {
+        "layers.0.qkv": manifest["layouts"]["layers.0.qkv"] | {field: value}}}  # fmt: skip
+    (tmp_path / "o").mkdir()
+    for entry in target.iterdir():
+        (tmp_path / "o" / entry.name).symlink_to(entry)
+    (tmp_path / "o" / "jaxinfer.json").unlink()
+    (tmp_path / "o" / "jaxinfer.json").write_text(json.dumps(damaged))
+    with pytest.raises(CheckpointError, match=said):
+        load_model(tmp_path / "o")
 
 
 def test_inspection_says_what_each_tensor_is_and_what_it_buys(tmp_path):

@@ -165,6 +165,17 @@ def test_what_is_made_is_served(method, bits, tmp_path):
     assert 1e-4 < apart < (0.5 if bits == 4 else 0.05)
 
 
+def test_the_nearest_is_what_loading_makes(tmp_path):
+    source = hf_folder(tmp_path / "hf")
+    target = quantise_checkpoint(source, tmp_path / "q", Settings("rtn"))
+    made, loaded = (load_model(path, quantization="int4") for path in (target, source))
+    assert jax.tree.structure(made.params) == jax.tree.structure(loaded.params)
+    for one, other in zip(jax.tree.leaves(made.params), jax.tree.leaves(loaded.params)):
+        np.testing.assert_array_equal(one, other)
+    vocabulary = loaded.params["embed"]
+    assert vocabulary.values.dtype == "int8" and loaded.params["layers"][0]["o"].zeros is not None
+
+
 def test_an_engine_serves_what_was_made(tmp_path):
     """XLA makes numbers of its vocabulary too, which is in 8 bits: that is planned for."""
     target = quantise_checkpoint(hf_folder(tmp_path / "hf"), tmp_path / "q", Settings("rtn", 4, 16))
@@ -194,10 +205,16 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         quantise_checkpoint(source, target, settings, TEXTS, killed)
     assert not target.exists() and (work / "layer-0.npz").exists()
-    before = (work / "layer-0.npz").stat().st_mtime_ns
+    layer = work / "layer-0.npz"
+    before, whole_layer = layer.stat().st_mtime_ns, layer.read_bytes()
     with pytest.raises(CheckpointError, match="was begun from another checkpoint, text or options"):
         quantise_checkpoint(source, target, Settings("awq", 4, 16), TEXTS)
-    assert (work / "layer-0.npz").stat().st_mtime_ns == before
+    assert layer.stat().st_mtime_ns == before
+    for part in (b"", whole_layer[:1000], b"layer"):
+        layer.write_bytes(part)
+        with pytest.raises(CheckpointError, match=r"layer-0.npz is damaged .*; remove it"):
+            quantise_checkpoint(source, target, settings, TEXTS)
+    layer.write_bytes(whole_layer)
     again = leaves(quantise_checkpoint(source, target, settings, TEXTS))
     assert again.keys() == whole.keys() and not work.exists()
     for name, array in whole.items():
@@ -215,7 +232,7 @@ def test_experts_are_made_too(tmp_path):
 def test_what_cannot_be_made_is_refused(tmp_path):
     source = hf_folder(tmp_path / "hf")
     with pytest.raises(ValueError, match="calibration text has 3 tokens; give at least 32"):
-        quantise_checkpoint(source, tmp_path / "q", Settings(), ["the the"])
+        quantise_checkpoint(source, tmp_path / "made", Settings(), ["the the"])
     with pytest.raises(ValueError, match="bits is 3; choose 4 or 8"):
         Settings(bits=3)
     with pytest.raises(ValueError, match="group_size is 7; choose an even number from 16"):

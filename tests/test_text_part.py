@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from test_families import ORACLES, oracle
 from tiny_checkpoint import dense_logits, write_tokenizer
+from tiny_packed import CHANNEL, compressed_config, int8_rows, is_projection
 
 from jaxinfer.checkpoints import CheckpointError, inspect_checkpoint, load_model
 from jaxinfer.models import family_of
@@ -97,6 +98,25 @@ def test_the_text_part_is_served(tmp_path: Path, whole: str, part: str, layout: 
     tokens, wanted = oracle(part)
     found = dense_logits(model.config, model.params, tokens)
     assert np.abs(found - wanted).max() < 1e-4 * np.abs(wanted).max()
+
+
+def test_a_part_in_few_bits_stays_so(tmp_path: Path) -> None:
+    folder = whole_folder(tmp_path, "mistral3", "mistral", "first")
+    held = load_file(folder / "model.safetensors")
+    for name in [name for name in held if is_projection(name)]:
+        parts, _ = int8_rows(held.pop(name).astype(np.float32))
+        held |= {f"{name.removesuffix('weight')}{suffix}": a for suffix, a in parts.items()}
+    save_file(held, folder / "model.safetensors")
+    hf = json.loads((folder / "config.json").read_text())
+    hf["quantization_config"] = compressed_config(CHANNEL)
+    (folder / "config.json").write_text(json.dumps(hf))
+    info = inspect_checkpoint(folder)
+    assert info.quantization == "int8" and info.layouts is not None
+    assert {"layers.0.qkv", "layers.1.down"} <= info.layouts.keys()
+    tokens, wanted = oracle("mistral")
+    model = load_model(folder, dtype="float32")
+    found = dense_logits(model.config, model.params, tokens)
+    assert 1e-4 < np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < 0.04
 
 
 def test_a_head_that_is_not_there_is_tied(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def built(setup: Setup) -> Engine:
     )
     with pytest.MonkeyPatch.context() as patch:
         if setup.attention:
-            patch.setattr(startup, "_attention", lambda device, groups: setup.attention)
+            patch.setattr(startup, "_attention", lambda device, groups, dtype: setup.attention)
         if setup.sampling:
             patch.setattr(startup, "_sampling", lambda device: setup.sampling)
         if setup.differs:

@@ -112,6 +112,15 @@ def int8_rows(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
     return {"weight": values, "weight_scale": scales}, values * scales
 
 
+def int8_zeros(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+    low, high = weight.min(1, keepdims=True), weight.max(1, keepdims=True)
+    scales = ((high - low) / 255).astype(np.float32)
+    zeros = np.clip(np.rint(-128 - low / scales), -128, 127).astype(np.int8)
+    values = np.clip(np.rint(weight / scales) + zeros, -128, 127).astype(np.int8)
+    tensors = {"weight": values, "weight_scale": scales, "weight_zero_point": zeros}
+    return tensors, (values.astype(np.float32) - zeros) * scales
+
+
 def float8(rows: bool = False, static: bool = False) -> Pack:
     def pack(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
         scales = (np.abs(weight).max(1, keepdims=True) if rows else np.abs(weight).max()) / 448
@@ -229,3 +238,7 @@ EVERY = {  # by name: how it is packed, what the config says, the kind
         float8_blocks, FP8_CONFIG | {"weight_block_size": [GROUP, GROUP]}, "fp8-block"
     ),
 }  # fmt: skip
+MADE = {  # what no kind keeps
+    "gptq 8 bits zeros": (gptq(8), gptq_config(8), "none"),
+    "w8a16 zeros": (int8_zeros, compressed_config(CHANNEL | {"symmetric": False}), "none"),
+}

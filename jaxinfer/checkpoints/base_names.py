@@ -13,9 +13,12 @@ import logging
 
 import numpy as np
 
+from jaxinfer.checkpoints.packed import Packed
 from jaxinfer.checkpoints.source import Tensors
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of
+from jaxinfer.quantization.kinds import Layout
+from jaxinfer.quantization.rounding import Rounded
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +46,7 @@ def text_tensors(tensors: Tensors, config: ModelConfig) -> tuple[Tensors, ModelC
     if ignored:
         logger.info("%s: ignored: the text part alone is served", ", ".join(sorted(ignored)))
     tied = "lm_head.weight" not in own
-    return _Renamed(tensors, own), dataclasses.replace(config, tie_embeddings=tied)
+    return _renamed(tensors, own), dataclasses.replace(config, tie_embeddings=tied)
 
 
 def complete_names(tensors: Tensors, config: ModelConfig) -> Tensors:
@@ -55,6 +58,12 @@ def complete_names(tensors: Tensors, config: ModelConfig) -> Tensors:
         return tensors
     known = {name for source in wanted.values() for name in source.tensors}
     own = {name if name in known else f"{prefix}.{name}": name for name in tensors.shapes}
+    return _renamed(tensors, own)
+
+
+def _renamed(tensors: Tensors, own: dict[str, str]) -> Tensors:
+    if isinstance(tensors, Packed):
+        return _RenamedPacked(tensors, tensors, own)
     return _Renamed(tensors, own)
 
 
@@ -73,3 +82,20 @@ class _Renamed:
 
     def where(self, name: str) -> str:
         return self._tensors.where(self._own[name])
+
+
+class _RenamedPacked(_Renamed):
+    """Tensors under other names of which some are stored in few bits; see `packed.Packed`."""
+
+    def __init__(self, tensors: Tensors, packed: Packed, own: dict[str, str]):
+        super().__init__(tensors, own)
+        self._packed, self.kind, self.notes = packed, packed.kind, packed.notes
+
+    def layout(self, name: str) -> Layout | None:
+        return self._packed.layout(self._own[name])
+
+    def packed(self, name: str) -> Rounded:
+        return self._packed.packed(self._own[name])
+
+    def order(self, name: str) -> np.ndarray | None:
+        return self._packed.order(self._own[name])

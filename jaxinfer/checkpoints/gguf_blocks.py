@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.checkpoints.gguf_reader import GgufFile
-from jaxinfer.quantization.kinds import NONE, Layout
+from jaxinfer.models.mxfp4 import scales_of
+from jaxinfer.quantization.kinds import KINDS, NONE, Layout
 from jaxinfer.quantization.rounding import Rounded
 
 BLOCK = 32
@@ -24,10 +24,9 @@ BLOCKS = {
     "Q8_0": Layout("int8", BLOCK, scales="float16"),
     "Q4_0": Layout("int4", BLOCK, scales="float16"),
     "Q4_1": Layout("int4", BLOCK, zeros="float32", scales="float16"),
-    "MXFP4": Layout("float4_e2m1fn", BLOCK, scales="bfloat16"),
+    "MXFP4": KINDS["mxfp4"].layout,
 }
 _KINDS = {"Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4", "MXFP4": "mxfp4"}
-_EXPONENT_BIAS, _NAN = 127, 255
 
 
 def stored_kind(file: GgufFile) -> str:
@@ -45,10 +44,7 @@ def packed_blocks(kind: str, data: np.ndarray, columns: int) -> Rounded:
     rows, groups = len(data), columns // BLOCK
     blocks = np.ascontiguousarray(data).view(np.uint8).reshape(rows, groups, -1)
     if kind == "MXFP4":
-        exponents = blocks[:, :, 0].astype(np.int32)
-        scales = np.ldexp(np.float32(1), exponents - _EXPONENT_BIAS)
-        scales[exponents == _NAN] = np.nan
-        return Rounded(blocks[:, :, 1:].reshape(rows, -1), scales.astype(jnp.bfloat16))
+        return Rounded(blocks[:, :, 1:].reshape(rows, -1), scales_of(blocks[:, :, 0]))
     scales = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16)[:, :, 0]
     if kind == "Q8_0":
         return Rounded(blocks[:, :, 2:].view(np.int8).reshape(rows, columns), scales)

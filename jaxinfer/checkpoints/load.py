@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxinfer.checkpoints import orbax_io
 from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.finite import non_finite
 from jaxinfer.checkpoints.foreign_orbax import find_tree, open_foreign
 from jaxinfer.checkpoints.gguf_io import open_gguf
 from jaxinfer.checkpoints.safetensors_io import open_huggingface
@@ -22,7 +23,6 @@ from jaxinfer.checkpoints.source import (
     Source,
     check_vocabulary,
     load_params,
-    non_finite,
 )
 from jaxinfer.checkpoints.storage import (
     Fits,

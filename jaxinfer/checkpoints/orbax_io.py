@@ -26,8 +26,9 @@ import numpy as np
 
 from jaxinfer.checkpoints.array_files import read_arrays, write_array
 from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.finite import non_finite
 from jaxinfer.checkpoints.partial_folder import partial_folder
-from jaxinfer.checkpoints.source import non_finite, summarise
+from jaxinfer.checkpoints.source import summarise
 from jaxinfer.config import DTYPES, ModelConfig
 from jaxinfer.field_rules import SETTINGS, TEXT, Rule, one_of
 from jaxinfer.json_files import parse_object
@@ -131,6 +132,8 @@ def writing(
 
             tokenizer.save(partial / TOKENIZER)
             specs = family_of(config.family).param_specs(config)
+            if layouts is None and quantization != NONE:
+                layouts = own_layouts(specs, quantization)  # as this version has them
             stored = quantised_specs(specs, quantization, dtype, layouts)
             _save_skeleton(partial / PARAMS, stored, dtype)
             yield write
@@ -241,12 +244,22 @@ def check(path: Path, manifest: Manifest) -> None:
     """Raise CheckpointError for tensors this version does not expect and files of a wrong size."""
     plain = family_of(manifest.config.family).param_specs(manifest.config)
     specs = quantised_specs(plain, manifest.quantization, manifest.dtype, manifest.layouts)
-    expected = {name: spec.shape for name, spec in named_leaves(specs)}
-    found = {name: shape for name, (shape, _) in manifest.tensors.items()}
+    expected = {
+        name: (spec.shape, spec.resolve_dtype(manifest.dtype).name)
+        for name, spec in named_leaves(specs)
+    }
+    found = manifest.tensors
     problems = [
-        f"{name}: expected shape {list(expected[name])}, found {list(found[name])}"
+        f"{name}: expected shape {list(expected[name][0])} of {expected[name][1]}, "
+        f"found {list(found[name][0])} of {found[name][1]}"
         for name in expected
         if name in found and expected[name] != found[name]
+    ]
+    parameters = dict(named_leaves(plain))
+    problems += [
+        f"layouts: {name}: not a parameter of this model"
+        for name in manifest.layouts or ()
+        if name not in parameters
     ]
     problems += [f"{name}: missing" for name in expected if name not in found]
     problems += [f"{name}: not a tensor of this model" for name in found if name not in expected]

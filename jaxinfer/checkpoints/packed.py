@@ -10,11 +10,12 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
 from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.finite import non_finite
 from jaxinfer.models import family_of
 from jaxinfer.models.base import HfSource
 from jaxinfer.params import ParamSpec, named_leaves
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from jaxinfer.checkpoints.source import Source
 
 
+@runtime_checkable
 class Packed(Protocol):
     """Tensors of which some are stored in few bits, by their Hugging Face names.
 
@@ -107,7 +109,7 @@ def _common_layout(packed: Packed, hf: HfSource, spec: ParamSpec) -> Layout | No
     columns = math.prod(spec.shape[-spec.inputs :])
     if any(shape[1:] != (columns,) for shape in hf.tensors.values()):
         return None
-    if hf.encoded or (lead and not hf.each) or (lead and layout.order):
+    if (lead and not hf.each) or (lead and layout.order):
         return None
     if layout.order and spec.axes[0] == "heads":  # kernels of latents know of none
         return None
@@ -150,10 +152,8 @@ def read_kept(
         parts = []
         for name in names:
             part = source.packed.packed(name)
-            for what, array in (("scales", part.scales), ("values", part.values)):
-                if bad := _non_finite(array):
-                    where = source.tensors.where(name)
-                    raise CheckpointError(f"{where}: {name}: {bad} {what} are NaN or Inf")
+            if problem := _problem(part):
+                raise CheckpointError(f"{source.tensors.where(name)}: {name}: {problem}")
             parts.append(part)
         matrices.append(_combined(hf, parts, source.packed.layout(names[0])))
     return assembled(matrices, spec, layout, kind, dtype)
@@ -182,10 +182,13 @@ def _combined(hf: HfSource, parts: list[Rounded], stored: Layout | None) -> Roun
     return Rounded(values, scales, of("low"), of("zeros"), parts[0].order)
 
 
-def _non_finite(array: np.ndarray) -> int:
-    if array.dtype.kind in "iub":
-        return 0
-    return int(array.size - np.count_nonzero(np.isfinite(array.astype(np.float32))))
+def _problem(matrix: Rounded) -> str:
+    """What is wrong with the numbers of a matrix; "" for nothing."""
+    for what in ("scales", "values", "zeros"):
+        array = getattr(matrix, what)
+        if array is not None and (bad := non_finite(array)):
+            return f"{bad} {'zero points' if what == 'zeros' else what} are NaN or Inf"
+    return ""
 
 
 def describe_kept(source: Source, layouts: Layouts) -> list[str]:

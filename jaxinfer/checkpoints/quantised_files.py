@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,14 +57,17 @@ class QuantisedFiles:
                 taken |= {f"{module}.{suffix}" for suffix in found}
             except ValueError as error:
                 problems.append(f"{files.where(first)}: {module}.weight: {error}")
+        if not self._matrices:
+            problems.append(f"no tensor is stored as quantization_config says ({storage.method})")
         if problems:
             raise CheckpointError(summarise(description, problems))
         pages = {n for n in files.shapes if n.endswith(_OF_PAGES) and n not in known}
-        empty = {n for n in files.shapes if self._is_empty_bias(n) and n not in known}
+        empty = {n for n in files.shapes if n not in known and self._is_empty_bias(n)}
         self.shapes = {n: s for n, s in files.shapes.items() if n not in taken | pages | empty}
         self.shapes |= {name: matrix.shape for name, matrix in self._matrices.items()}
         self.kind = self._kind()
-        self.notes = tuple(self._notes(bool(pages)))
+        own = ("scales of the KV cache in the checkpoint are not used",) if pages else ()
+        self.notes = (*storage.unused, *own)
 
     def _matrix(self, module: str, found: Headers) -> WordMatrix | ScaledMatrix:
         scheme = self._storage.scheme(module)
@@ -89,14 +93,6 @@ class QuantisedFiles:
         kinds = Counter(_kind_of(matrix.scheme) for matrix in self._matrices.values())
         return kinds.most_common(1)[0][0] if kinds else NONE
 
-    def _notes(self, pages: bool) -> list[str]:
-        notes = []
-        if any(matrix.scheme.static for matrix in self._matrices.values()):
-            notes.append("scales of activations in the checkpoint are not used: each token has one")
-        if pages:
-            notes.append("scales of the KV cache in the checkpoint are not used")
-        return notes
-
     def layout(self, name: str) -> Layout | None:
         matrix = self._matrices.get(name)
         return None if matrix is None else matrix.layout
@@ -104,26 +100,31 @@ class QuantisedFiles:
     def packed(self, name: str) -> Rounded:
         matrix = self._matrices[name]
         self._check_input(name)
-        try:
+        with self._naming(name):
             if isinstance(matrix, WordMatrix):
                 return matrix.read(self._part(name))
             return matrix.read(self._part(name), self._rows(name))
-        except ValueError as error:
-            raise CheckpointError(f"{self.where(name)}: {name}: {error}") from error
 
     def order(self, name: str) -> np.ndarray | None:
         matrix = self._matrices[name]
-        return matrix.order(self._part(name)) if isinstance(matrix, WordMatrix) else None
+        with self._naming(name):
+            return matrix.order(self._part(name)) if isinstance(matrix, WordMatrix) else None
 
     def read(self, name: str) -> np.ndarray:
         matrix = self._matrices.get(name)
         if matrix is None:
             return self._files.read(name)
         self._check_input(name)
-        try:
+        with self._naming(name):
             if isinstance(matrix, WordMatrix):
                 return matrix.numbers(self._part(name))
             return matrix.numbers(self._part(name), self._rows(name))
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """Say of which tensor an error is."""
+        try:
+            yield
         except ValueError as error:
             raise CheckpointError(f"{self.where(name)}: {name}: {error}") from error
 

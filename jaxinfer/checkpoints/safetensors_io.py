@@ -12,6 +12,8 @@ from safetensors import SafetensorError, safe_open
 
 from jaxinfer.checkpoints.base_names import complete_names, text_tensors
 from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.mxfp4_files import Mxfp4Files
+from jaxinfer.checkpoints.packed import Packed
 from jaxinfer.checkpoints.quantised_files import QuantisedFiles
 from jaxinfer.checkpoints.source import Source, Tensors
 from jaxinfer.config import ModelConfig
@@ -26,7 +28,7 @@ from jaxinfer.tokenizer_files import MissingTokenizerError
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_DTYPES = ("F32", "BF16", "F16", "F64", "U8")
+_DTYPES = ("F32", "BF16", "F16", "F64")
 
 
 class SafetensorsFiles:
@@ -55,6 +57,12 @@ class SafetensorsFiles:
         """A tensor of integers or numbers, whatever it is for."""
         with safe_open(self._files[name], framework="numpy") as file:
             return file.get_tensor(name)
+
+    def entry(self, name: str, index: int) -> np.ndarray:
+        """One entry of a tensor's first axis."""
+        with safe_open(self._files[name], framework="numpy") as file:
+            entry: np.ndarray = file.get_slice(name)[index : index + 1][0]
+            return entry
 
     def storage(self, name: str) -> tuple[str, int]:
         kind = self.dtypes[name]
@@ -91,12 +99,14 @@ def open_huggingface(folder: Path) -> Source:
     hf, config, eos_ids = read_hf_config(folder / "config.json")
     description, files = f"Hugging Face folder {folder}", SafetensorsFiles(_files(folder))
     _check_all_listed(folder / INDEX, files)
-    storage, packed = hf_storage(hf), None
+    storage = hf_storage(hf)
     tensors: Tensors = files
-    if storage is not None and storage.schemes:
+    if storage is not None and storage.method == "mxfp4":
+        tensors = Mxfp4Files(files, description)
+    elif storage is not None:
         wanted = family_of(config.family).hf_sources(config).values()
         known = {name for source in wanted for name in source.tensors}
-        tensors = packed = QuantisedFiles(files, storage, known, description)
+        tensors = QuantisedFiles(files, storage, known, description)
     tensors, config = text_tensors(complete_names(tensors, config), config)
     tokenizer, missing = None, ""
     try:
@@ -106,7 +116,7 @@ def open_huggingface(folder: Path) -> Source:
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
-    packed = packed if tensors is packed else None
+    packed = tensors if isinstance(tensors, Packed) else None
     return Source(description, config, dtype, tensors, tokenizer, missing, packed)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxinfer.checkpoints.errors import CheckpointError
+from jaxinfer.checkpoints.finite import non_finite
 from jaxinfer.checkpoints.packed import Packed, read_kept
 from jaxinfer.config import ModelConfig
 from jaxinfer.models import family_of
@@ -92,9 +93,11 @@ def check_vocabulary(description: str, config: ModelConfig, tokenizer: Tokenizer
 def check_inventory(source: Source) -> None:
     """Raise CheckpointError listing tensors that are missing, extra, misshapen or of integers."""
     shapes, where = source.tensors.shapes, source.tensors.where
-    found = family_of(source.config.family).hf_sources(source.config).values()
-    sources = [hf.found_in(shapes) for hf in found]
-    expected = {name: shape for hf in sources for name, shape in hf.tensors.items()}
+    expected = {
+        name: shape
+        for hf in family_of(source.config.family).hf_sources(source.config).values()
+        for name, shape in hf.found_in(shapes).tensors.items()
+    }
     problems = [
         f"{name}: missing, expected shape {list(shape)}"
         for name, shape in expected.items()
@@ -107,7 +110,7 @@ def check_inventory(source: Source) -> None:
     ]
     problems += [
         f"{where(name)}: {name}: stored as {kind}, expected floating point numbers"
-        for name in (name for hf in sources if not hf.encoded for name in hf.tensors)
+        for name in expected
         if name in shapes and source.packed is None
         if _INTEGERS.fullmatch(kind := source.tensors.storage(name)[0])
     ]
@@ -228,11 +231,6 @@ def _combined(
     parts = []
     for name in names:
         part = source.tensors.read(name)
-        if (part.dtype == np.uint8) != hf.encoded:
-            wanted = "uint8" if hf.encoded else "floating point"
-            raise CheckpointError(
-                f"{source.tensors.where(name)}: {name}: stored as {part.dtype}, expected {wanted}"
-            )
         if bad := non_finite(part):
             raise CheckpointError(
                 f"{source.tensors.where(name)}: {name}: {bad} of {part.size} values are NaN or Inf"
@@ -243,12 +241,6 @@ def _combined(
     if len({part.dtype for part in parts}) > 1:  # bfloat16 and float16 have no common type
         parts = [part.astype(np.float32) for part in parts]
     fused = hf.combine(*parts) if hf.combine else parts[0]
-    if hf.encoded:
-        if bad := non_finite(fused):
-            raise CheckpointError(
-                f"{source.description}: {', '.join(names)}: {bad} values are NaN or Inf"
-            )
-        fused = _narrowed(fused, kind, f"{source.description}: {path}")
     return fused.reshape(shape).astype(kind, copy=False, order="C")
 
 
@@ -263,17 +255,3 @@ def _narrowed(part: np.ndarray, kind: np.dtype, where: str) -> np.ndarray:
             f"{where}: {bad} values are too large for {kind.name} (up to {largest:.3g}); {advice}"
         )
     return array
-
-
-_CHUNK = 1 << 20  # elements looked at at once: the temporaries stay in the CPU's cache
-
-
-def non_finite(array: np.ndarray) -> int:
-    """How many values of an array are NaN or Inf; 0 for dtypes that have neither."""
-    if array.dtype.kind in "iub":
-        return 0
-    flat, count = array.reshape(-1), 0
-    for start in range(0, flat.size, _CHUNK):
-        finite = np.isfinite(flat[start : start + _CHUNK])
-        count += finite.size - int(np.count_nonzero(finite))
-    return count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,8 @@ _INSTRUCTIONS = (
 @functools.cache
 def vectors() -> Vectors | None:
     """What the host computes with; None where kernels are not for it."""
+    if sys.platform == "win32":  # which lacks functions that they call
+        return None
     return next((found for name, found in _INSTRUCTIONS if host_has(name)), None)
 
 
@@ -77,9 +80,11 @@ def _compiled(text: str) -> Any:
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     cpu, features = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    if host_has("avx512f"):
+        features += ",-prefer-256-bit"  # of registers that have 512
     target = binding.Target.from_default_triple()
     machine = target.create_target_machine(
-        cpu=cpu, features=f"{features},-prefer-256-bit", opt=3, codemodel="jitdefault", jit=True
+        cpu=cpu, features=features, opt=3, codemodel="jitdefault", jit=True
     )
     version = ".".join(map(str, binding.llvm_version_info))
     key = hashlib.sha256("\n".join((version, cpu, features, text)).encode()).hexdigest()

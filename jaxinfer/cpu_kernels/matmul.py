@@ -21,7 +21,10 @@ from jaxinfer.cpu_kernels.emit import I64, Emitter, number
 from jaxinfer.cpu_kernels.tiles import Tile, tile
 from jaxinfer.cpu_kernels.xla_call import Buffer
 
-PIECES = 8  # that all panels are divided into: a thread takes one after the other
+# A thread takes one piece of the panels after the other, for a block of rows. Few rows wait for
+# panels, which lie in a row in a piece; with many, threads should end together.
+PIECES, MANY_ROWS = 8, 64
+BLOCK = 128  # rows that stay in the CPU's cache beside a panel
 AHEAD = 2048  # floats between what is read of a panel and what is fetched: memory answers late
 
 
@@ -44,8 +47,24 @@ def register() -> str:
         for rows in range(1, found.rows + 1)
     ]
     compute = functools.partial(_piece, tiles, found)
-    xla_call.register(name, module, (2, 3, 2), 1, lambda e, _: number(PIECES), compute)
+    xla_call.register(name, module, (2, 3, 2), 1, _items, compute)
     return name
+
+
+def _pieces(e: Emitter, x: Buffer, panels: Buffer) -> ir.Value:
+    """How many pieces the panels are taken in."""
+    many = e.icmp_signed(">", x.shape[0], number(MANY_ROWS))
+    return e.select(many, panels.shape[0], number(PIECES))
+
+
+def _blocks(e: Emitter, x: Buffer) -> ir.Value:
+    """How many blocks of rows there are."""
+    return e.sdiv(e.add(x.shape[0], number(BLOCK - 1)), number(BLOCK))
+
+
+def _items(e: Emitter, buffers: Sequence[Buffer]) -> ir.Value:
+    """Pieces of the panels, each for every block of rows."""
+    return e.mul(_pieces(e, *buffers[:2]), _blocks(e, buffers[0]))
 
 
 def _piece(
@@ -55,14 +74,19 @@ def _piece(
     buffers: Sequence[Buffer],
     item: ir.Value,
 ) -> None:
-    """All rows times consecutive panels."""
+    """A block of rows times consecutive panels."""
     x, panels, out = buffers
-    count, depth = panels.shape[0], x.shape[1]
-    first, last = (e.sdiv(e.mul(e.add(item, number(i)), count), number(PIECES)) for i in range(2))
+    (count, depth, _), width = panels.shape, out.shape[1]
+    pieces, blocks = _pieces(e, x, panels), _blocks(e, x)
+    piece, row = e.sdiv(item, blocks), e.mul(e.srem(item, blocks), number(BLOCK))
+    left = e.sub(x.shape[0], row)
+    rows = e.select(e.icmp_signed("<", left, number(BLOCK)), left, number(BLOCK))
+    block = Buffer(e.at(x.data, e.mul(row, depth)), (rows, depth))
+    first, last = (e.sdiv(e.mul(e.add(piece, number(i)), count), pieces) for i in range(2))
     with e.each(first, last) as i:
         panel = e.at(panels.data, e.mul(i, e.mul(depth, number(found.panel))))
-        columns = e.at(out.data, e.mul(i, number(found.panel)))
-        _panel(tiles, found, e, x, panel, Buffer(columns, out.shape))
+        columns = e.at(out.data, e.add(e.mul(row, width), e.mul(i, number(found.panel))))
+        _panel(tiles, found, e, block, panel, Buffer(columns, out.shape))
 
 
 def _panel(

@@ -37,6 +37,12 @@ class Panels:
         """Of its numbers."""
         return self.values.dtype
 
+    def array(self) -> Float[np.ndarray, "*shape"]:
+        """The parameter itself."""
+        count, columns, width = self.values.shape
+        rows = np.asarray(self.values).swapaxes(1, 2).reshape(count * width, columns)
+        return rows[: math.prod(self.shape) // columns].reshape(self.shape)
+
 
 def in_panels(params: Tree, specs: Tree, width: int) -> int:
     """Put the float32 weights of products, but for those of experts, into panels of `width`; how

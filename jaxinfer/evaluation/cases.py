@@ -11,11 +11,12 @@ most `max_new_tokens` long (default 32), must contain one of `any`, all of `all`
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from jaxinfer.json_files import parse_object
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
@@ -75,12 +76,9 @@ def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            data = json.loads(line)
+            found.append((number, parse_object(line)))
         except ValueError as error:
-            raise ValueError(f"{path}:{number}: not JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise ValueError(f"{path}:{number}: expected a JSON object")
-        found.append((number, data))
+            raise ValueError(f"{path}:{number}: {error}") from error
     if not found:
         raise ValueError(f"{path} has no lines")
     return found

@@ -44,15 +44,13 @@ class HfSource:
     entry of the parameter's first axis, and the next ones the next: they need not be in memory
     together.
 
-    Checkpoints may hold the same in `others`, forms with tensors of other names. `encoded`: the
-    tensors are bytes that `combine` makes numbers of.
+    Checkpoints may hold the same in `others`, forms with tensors of other names.
     """
 
     tensors: dict[str, tuple[int, ...]]
     combine: Callable[..., Any] | None = None
     each: int = 0
     others: tuple[HfSource, ...] = ()
-    encoded: bool = False
 
     def found_in(self, names: Container[str]) -> HfSource:
         """The form that a checkpoint with tensors of these `names` has; this one if it has none."""

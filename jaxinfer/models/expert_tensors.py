@@ -11,7 +11,6 @@ import numpy as np
 from jaxinfer.config import ModelConfig, MoeConfig
 from jaxinfer.models.base import HfSource
 from jaxinfer.models.layers import fuse_gate_up
-from jaxinfer.models.mxfp4 import BLOCK, dequantise
 
 
 def with_fused(
@@ -49,30 +48,18 @@ def fuse_experts(count: int, expert: Callable[[int], np.ndarray]) -> np.ndarray:
 def interleaved_sources(
     c: ModelConfig, m: MoeConfig, experts: str, apart: dict[str, HfSource]
 ) -> dict[str, HfSource]:
-    """gpt-oss: rows of gate and up alternate; weights are MXFP4, or transposed and as they are.
-    GGUF files have them `apart`, with biases likewise."""
+    """gpt-oss: rows of gate and up alternate, transposed. GGUF files have them `apart`, with biases
+    likewise, and so MXFP4 is seen."""
     size, width, count = m.intermediate_size, c.hidden_size, m.num_experts
 
     def gate_up(rows: np.ndarray) -> np.ndarray:
         return fuse_gate_up(rows[0::2], rows[1::2])
 
     def source(name: str, rows: int, columns: int, fuse: Any) -> HfSource:
-        plain = HfSource(
+        return HfSource(
             {f"{experts}{name}": (count, columns, rows)},
             lambda weights: fuse_experts(count, lambda i: fuse(weights[i].T)),
         )
-        if columns % BLOCK:
-            return plain
-        shape = (count, rows, columns // BLOCK)
-        packed = HfSource(
-            {f"{experts}{name}_blocks": (*shape, BLOCK // 2), f"{experts}{name}_scales": shape},
-            # In bfloat16, which holds every value exactly.
-            lambda blocks, scales: fuse_experts(
-                count, lambda i: fuse(dequantise(blocks[i], scales[i]))
-            ),
-            encoded=True,
-        )
-        return dataclasses.replace(packed, others=(plain,))
 
     def biases(projection: str, rows: int) -> dict[str, tuple[int, ...]]:
         return {f"{experts}{i}.{projection}_proj.bias": (rows,) for i in range(count)}

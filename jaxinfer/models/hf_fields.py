@@ -49,7 +49,8 @@ _BY_RULE: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (
         SETTINGS.or_null(),
         (
-            "dual_chunk_attention_config", "full_attention", "quantization_config",
+            "compression_config", "dual_chunk_attention_config", "full_attention",
+            "quantization_config",
             "rope_parameters", "rope_scaling", "sliding_attention", "text_config",
         ),
     ),

@@ -10,7 +10,7 @@ import numpy as np
 
 BLOCK = 32  # values of one scale
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
-_BIAS, _NAN = 127, 255  # of the scale's exponent
+_BIAS, _MOST, _NAN = 127, 252, 255  # of the scale's exponent; 6 * 2 ** (252 - 127) is finite
 _AT_ONCE = 1 << 12  # blocks: the temporaries stay in the CPU's cache
 
 
@@ -27,6 +27,15 @@ def dequantise(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
         places = exponents[part].astype(np.intp) << 8 | flat[part]
         np.take(_pairs(), places, out=pairs[part], mode="clip")  # all are in range: no buffering
     return pairs.view(ml_dtypes.bfloat16).reshape(*blocks.shape[:-2], -1)
+
+
+def scales_of(exponents: np.ndarray) -> np.ndarray:
+    """bfloat16 scales, exact, of uint8 exponents: NaN of 255, and Inf where an e2m1 number times
+    the scale may be."""
+    scales = np.ldexp(np.float32(1), np.minimum(exponents, _MOST).astype(np.int32) - _BIAS)
+    scales[exponents > _MOST] = np.inf
+    scales[exponents == _NAN] = np.nan
+    return scales.astype(ml_dtypes.bfloat16)
 
 
 @functools.cache

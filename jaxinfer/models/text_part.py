@@ -13,7 +13,7 @@ from jaxinfer.models.hf_fields import HfConfig
 # model_type of the whole -> that of its text part
 PARTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 _CLASS = "ForConditionalGeneration"
-_OF_ALL = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
+_OF_ALL = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "compression_config")
 _UNSAID: dict[str, dict[str, Any]] = {  # what published files leave out, as transformers has it
     "gemma3": {
         "vocab_size": 262208,

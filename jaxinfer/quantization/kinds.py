@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jaxinfer.field_rules import FLAG, integer, one_of
+
 Activations = Literal["as_given", "int8", "int8_pair", "float8_e4m3fn"]
 Values = Literal["int8", "float8_e4m3fn", "int4", "float4_e2m1fn"]
 BITS: dict[str, int] = {"int8": 8, "float8_e4m3fn": 8, "int4": 4, "float4_e2m1fn": 4}
@@ -76,11 +78,23 @@ class Layout:
     @staticmethod
     def from_json(data: dict[str, Any]) -> Layout:
         """Raises ValueError for what is no layout."""
+        for name, rule in _RULES.items():
+            rule.check(f"layout {data}: {name}", data.get(name))
         layout = Layout(**data)
-        sizes = (layout.group, layout.rows, layout.terms)
-        if layout.values not in BITS or any(type(size) is not int or size < 0 for size in sizes):
-            raise ValueError(f"layout {data} is not known")
+        if layout.zeros and layout.values != "int4":
+            raise ValueError(f"layout {data}: zero points are of int4 only")
         return layout
+
+
+_RULES = {  # of a layout's fields
+    "values": one_of(*BITS),
+    "group": integer(0, 1 << 30),
+    "rows": integer(1, 1 << 30),
+    "terms": one_of(1, 2),
+    "zeros": one_of("", "uint8", "float32"),
+    "order": FLAG,
+    "scales": one_of("float32", "bfloat16", "float16"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +109,20 @@ class Kind:
             terms.
         platforms: of devices that it is served on.
         what: in words.
-        vocabulary: whether the embedding and the head are rounded too.
+        vocabulary: of the embedding and the head, which answers depend on most; None: they stay
+            numbers.
     """
 
     layout: Layout
     activations: Activations
     platforms: tuple[str, ...]
     what: str
-    vocabulary: bool = True
+    vocabulary: Layout | None = None
 
     @property
     def stored(self) -> Values:
         """What an entry of its own layout is."""
         return self.layout.values
-
-    @property
-    def dequantised(self) -> bool:
-        """Whether XLA makes numbers of the weights to multiply with them."""
-        return self.activations == "as_given" or self.stored == "float8_e4m3fn"
 
     @property
     def products(self) -> int:
@@ -121,20 +131,23 @@ class Kind:
 
 
 NONE, AUTO = "none", "auto"
-_PAIRS, _FLOAT8 = Layout(terms=2), Layout("float8_e4m3fn")
-_INT4, _MXFP4 = Layout("int4", 128), Layout("float4_e2m1fn", 32, scales="bfloat16")
+_INT8, _PAIRS, _FLOAT8 = Layout(), Layout(terms=2), Layout("float8_e4m3fn")
+_INT4 = Layout("int4", 128, zeros="uint8")
+_MXFP4 = Layout("float4_e2m1fn", 32, scales="bfloat16")
 _BLOCKS = Layout("float8_e4m3fn", 128, 128)
 _CPU, _ALL = ("cpu",), ("cpu", "cuda")
 KINDS = {
-    "int8": Kind(Layout(), "as_given", _ALL, "int8 weights; activations as they are"),
-    "w8a8": Kind(Layout(), "int8", _ALL, "int8 weights and activations"),
-    "w8a8-hl": Kind(Layout(), "int8_pair", _CPU, "int8 weights, activations in two int8 terms"),
-    "w16a16": Kind(_PAIRS, "int8_pair", _CPU, "weights and activations in two int8 terms each"),
-    "int4": Kind(_INT4, "as_given", _ALL, "int4 weights in groups of up to 128", False),
-    "mxfp4": Kind(_MXFP4, "as_given", _ALL, "4-bit floats in groups of 32", False),
-    "fp8": Kind(_FLOAT8, "as_given", _ALL, "float8 weights", False),
-    "fp8-block": Kind(_BLOCKS, "as_given", _ALL, "float8 weights, 128 x 128 blocks", False),
-    "w8a8-fp8": Kind(_FLOAT8, "float8_e4m3fn", _ALL, "float8 weights and activations", False),
+    "int8": Kind(_INT8, "as_given", _ALL, "int8 weights; activations as they are", _INT8),
+    "w8a8": Kind(_INT8, "int8", _ALL, "int8 weights and activations", _INT8),
+    "w8a8-hl": Kind(_INT8, "int8_pair", _CPU, "int8 weights, activations in two int8 terms", _INT8),
+    "w16a16": Kind(
+        _PAIRS, "int8_pair", _CPU, "weights and activations in two int8 terms each", _PAIRS
+    ),
+    "int4": Kind(_INT4, "as_given", _ALL, "int4 weights in groups of up to 128", _INT8),
+    "mxfp4": Kind(_MXFP4, "as_given", _ALL, "4-bit floats in groups of 32"),
+    "fp8": Kind(_FLOAT8, "as_given", _ALL, "float8 weights"),
+    "fp8-block": Kind(_BLOCKS, "as_given", _ALL, "float8 weights, 128 x 128 blocks"),
+    "w8a8-fp8": Kind(_FLOAT8, "float8_e4m3fn", _ALL, "float8 weights and activations"),
 }
 # By platform, as measured (docs/quantisation.md): the fastest whose answers stay close.
 _AUTO = {"cpu": "w8a8-hl"}

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.cpu_kernels.panels import Panels
 from jaxinfer.models import family_of
 from jaxinfer.params import ParamSpec, Tree, is_spec
 from jaxinfer.quantization.kinds import KINDS, NONE, Kind, Layout, choose
@@ -79,7 +80,8 @@ def quantise_params(params: Tree, specs: Tree, quantization: str, dtype: str) ->
     def of(spec: ParamSpec, array: Any) -> Any:
         if quantization == NONE or own_layout(spec, KINDS[quantization]) is None:
             return array
-        return jax.tree.map(jnp.asarray, quantise(np.asarray(array), spec, quantization, dtype))
+        plain = array.array() if isinstance(array, Panels) else np.asarray(array)
+        return jax.tree.map(jnp.asarray, quantise(plain, spec, quantization, dtype))
 
     return jax.tree.map(of, specs, params, is_leaf=is_spec)
 

@@ -252,8 +252,8 @@ def own_layout(spec: ParamSpec, kind: Kind) -> Layout | None:
     Groups of columns do not reach over what devices may have to divide, nor blocks of rows over
     those that others come between.
     """
-    if not spec.inputs or (spec.axes[0] == "vocab" and not kind.vocabulary):
-        return None
+    if not spec.inputs or spec.axes[0] == "vocab":
+        return kind.vocabulary if spec.inputs else None
     layout, columns = kind.layout, spec.shape[-1]
     outputs = spec.shape[1 if spec.axes[0] == "experts" else 0 : -spec.inputs]
     if len(outputs) > 1:

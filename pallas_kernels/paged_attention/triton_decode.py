@@ -72,17 +72,19 @@ def paged_attention(
     return combine(Parts(*found), kv_lens, sinks, value_weights, **how)
 
 
-def rule(group: int, value_dim: int) -> Tiling:
+def rule(group: int, value_dim: int, quantised: bool = False) -> Tiling:
     """Sizes where none were measured."""
     wide = value_dim >= WIDE
     rows = min(max(blocks.FEWEST, blocks.power_of_two(group)), 16 if wide else 64)
-    return Tiling(rows, 32 if wide else 64, warps=4, stages=2)
+    # Registers hold quantised keys and values twice: those of a head in parts do not fit.
+    few = wide or (quantised and len(blocks.parts(value_dim)) > 1)
+    return Tiling(rows, 32 if few else 64, warps=4, stages=2)
 
 
 def choose_tiling(pool: Pool, group: int, value_dim: int, window: int | None) -> Tiling:
     """The measured sizes for these shapes on the device at hand, else the rule's."""
     shape = blocks.shape_name(pool, group, value_dim, window)
-    return tuning.choose(TUNED, shape, rule(group, value_dim))
+    return tuning.choose(TUNED, shape, rule(group, value_dim, pool.k_scale is not None))
 
 
 def _kernel(

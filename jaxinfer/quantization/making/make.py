@@ -14,6 +14,8 @@ import json
 import math
 import os
 import shutil
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,13 +71,10 @@ class Settings:
         return "int4" if self.bits == 4 else "int8"
 
     def layout(self, spec: ParamSpec) -> Layout | None:
-        """Of a parameter; groups are halved until they divide it. The vocabulary, which answers
-        depend on most, has 8 bits and one scale a row."""
-        if spec.axes[0] == "vocab":
-            return Layout() if spec.inputs else None
-        zeros: Any = "uint8" if self.bits == 4 else ""
-        wanted = Layout("int4" if self.bits == 4 else "int8", max(self.group_size, 0), zeros=zeros)
-        return own_layout(spec, dataclasses.replace(KINDS[self.kind], layout=wanted))
+        """Of a parameter: as the kind has it, but for the size of groups."""
+        kind = KINDS[self.kind]
+        wanted = dataclasses.replace(kind.layout, group=max(self.group_size, 0))
+        return own_layout(spec, dataclasses.replace(kind, layout=wanted))
 
 
 def quantise_checkpoint(
@@ -181,12 +180,21 @@ def _layer_specs(spec: Tree, layouts: dict[str, Layout]) -> Tree:
     return {n: quantised_spec(s, layouts.get(n), "as_given", "float32") for n, s in spec.items()}
 
 
+def _read_layer(file: Path) -> Arrays:
+    """What a layer became. Raises CheckpointError for a file that a crash cut short."""
+    try:
+        with np.load(file) as arrays:
+            return dict(arrays)
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} is damaged ({error}); remove it, and start again to have the layer made"
+        ) from error
+
+
 def _in_memory(file: Path, spec: Tree, layouts: dict[str, Layout]) -> Tree:
     """A layer as it became, in numbers."""
-    with np.load(file) as arrays:
-        made = map_named_specs(
-            lambda name, _: jnp.asarray(arrays[name]), _layer_specs(spec, layouts)
-        )
+    arrays = _read_layer(file)
+    made = map_named_specs(lambda name, _: jnp.asarray(arrays[name]), _layer_specs(spec, layouts))
     for name in layouts:
         (matrix,) = made[name].terms
         made[name] = dequantise(matrix).reshape(spec[name].shape)
@@ -218,10 +226,10 @@ def _write(
                     write(leaf, array)
         for i, spec in enumerate(specs["layers"]):
             own = {n: layouts[p] for n in spec if (p := f"layers.{i}.{n}") in layouts}
-            with np.load(folder / f"layer-{i}.npz") as arrays:
-                for leaf, part in named_leaves(_layer_specs(spec, own)):
-                    kept = arrays[leaf].astype(part.resolve_dtype(reader.dtype))
-                    write(f"layers.{i}.{leaf}", kept)
+            arrays = _read_layer(folder / f"layer-{i}.npz")
+            for leaf, part in named_leaves(_layer_specs(spec, own)):
+                kept = arrays[leaf].astype(part.resolve_dtype(reader.dtype))
+                write(f"layers.{i}.{leaf}", kept)
             report("writing checkpoint", i + 1, count)
 
 
@@ -255,7 +263,8 @@ def _work_folder(dst: Path, fingerprint: str) -> Iterator[Path]:
         except BlockingIOError as error:
             raise CheckpointError(f"{dst} is being written by another process") from error
         told = folder / "begun"
-        if told.exists() and told.read_text() != fingerprint:
+        done = any(folder.glob("layer-*.npz"))
+        if done and told.read_text() != fingerprint:
             raise CheckpointError(
                 f"{folder} was begun from another checkpoint, text or options; give the same to go "
                 "on, or remove it"
