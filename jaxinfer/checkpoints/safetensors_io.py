@@ -22,6 +22,7 @@ from jaxinfer.models import family_of
 from jaxinfer.models.hf_config import model_config
 from jaxinfer.models.hf_quantization import hf_storage
 from jaxinfer.models.text_part import text_settings
+from jaxinfer.paths import exists
 from jaxinfer.tokenizer import Tokenizer, eos_token_ids
 from jaxinfer.tokenizer_files import MissingTokenizerError
 
@@ -172,7 +173,7 @@ def _indexed_files(index: Path) -> list[Path]:
     if odd := [name for name in weight_map.values() if not _is_file_name(name)]:
         raise CheckpointError(f"{index}: {odd[0]!r} is not a file name")
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
-    if missing := [path.name for path in files if not path.exists()]:
+    if missing := [path.name for path in files if not exists(path)]:
         raise CheckpointError(f"{index}: {', '.join(missing)} of {len(files)} files are missing")
     held = {path.name: {name for name, _, _ in _header(path)} for path in files}
     for tensor, file in weight_map.items():
