@@ -113,6 +113,10 @@ def attend_own(
         "window": kind.window,
         "soft_cap": model.config.attention_soft_cap,
         "sinks": sinks,
+    }
+    if model.cpu_heads is not None and v is not None:
+        return _attend_on_cpu(place, q, k, v, how)
+    how |= {
         "implementation": model.attention,
         "block": model.attention_block,
         "value_dim": model.config.value_dim,
@@ -126,4 +130,19 @@ def attend_own(
     if place.tiles is not None:
         out = paged_prefill(q[rows:], k, v, place.table, place.tiles, **how)
         parts.append(out if value_weights is None else project_values(out, value_weights))
+    return jnp.concatenate(parts)
+
+
+def _attend_on_cpu(
+    place: Placement, q: Float[Array, "T KV G hd"], k: Array, v: Array, how: dict[str, Any]
+) -> Float[Array, "T KV G hd"]:
+    """`attend_own` by the kernels for this CPU."""
+    from jaxinfer.cpu_kernels import attention  # which needs LLVM
+
+    rows, parts = place.kv_lens.shape[0], []
+    if rows:
+        where = (place.decode_table, place.kv_lens)
+        parts.append(attention.paged_attention(q[:rows], k, v, *where, **how))
+    if place.tiles is not None:
+        parts.append(attention.paged_prefill(q[rows:], k, v, place.table, place.tiles, **how))
     return jnp.concatenate(parts)

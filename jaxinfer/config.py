@@ -245,8 +245,9 @@ class EngineConfig:
         batch_priority: priorities from this on are the batch class.
         interactive_reserve: fraction of slots and pages that the batch class may not take.
         quantization: how weights are stored and multiplied: a kind of `quantization.kinds`, none or
-            auto (None: as the checkpoint has them).
+            auto (None: as the checkpoint has them; on CPUs see `checkpoints.storage.on_cpus`).
         deterministic: a request's logprobs have the same bits whatever runs beside it.
+        cpu_kernels: on a CPU, use the kernels that are there for it, and not XLA's products.
 
     Raises ValueError for a value nothing could be served with.
     """
@@ -273,6 +274,7 @@ class EngineConfig:
     interactive_reserve: float = 0.0
     deterministic: bool = False
     quantization: str | None = None
+    cpu_kernels: bool = True
 
     def __post_init__(self) -> None:
         for name in (

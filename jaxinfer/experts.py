@@ -1,7 +1,7 @@
 """Mixtures of experts in a step: which body multiplies, and on which devices.
 
-Kernels are opaque to the compiler's partitioner: over several devices each runs them for its part
-of every expert, and the parts of the result are added.
+Kernels are opaque to the compiler's partitioner, and of a loop it would add up every turn: over
+several devices each runs them for its part of every expert, and the parts of the result are added.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxinfer.config import ModelConfig
 from jaxinfer.models.base import Experts, Routed
-from jaxinfer.models.moe import moe_specs
-from jaxinfer.quantization.kinds import NONE
+from jaxinfer.params import ParamSpec, Tree
 from jaxinfer.quantization.multipliers import own_part, terms_of
-from jaxinfer.quantization.weight import Quantised, quantised_specs
+from jaxinfer.quantization.weight import Quantised
 from jaxinfer.sharding import on_each_device, partition_spec
 from jaxinfer.step_model import StepModel
 from pallas_kernels.dispatch import Body, Device
@@ -31,23 +29,42 @@ BIAS = (None, "mlp", None, None)
 
 
 def choose_experts(
-    device: Device, config: ModelConfig, dtype: Any, ways: int = 1, quantization: str = NONE
+    device: Device, specs: Tree, dtype: Any, ways: int = 1
 ) -> Body[Implementation] | None:
-    """What multiplies with weights of that dtype, or in that kind, over `ways` devices; None
-    without experts."""
-    if config.moe is None:
-        return None
-    specs, bodies = moe_specs(config, config.moe), []
-    for name in ("experts_gate_up", "experts_down"):
-        part = own_part(quantised_specs(specs[name], quantization, dtype), ways, dtype)
-        matrices: Any
-        if isinstance(part, Quantised):
-            matrices = terms_of(part)[0]
-        else:
-            shape = (part.shape[0], math.prod(part.shape[1:-1]), part.shape[-1])
-            matrices = jax.ShapeDtypeStruct(shape, part.dtype)
-        bodies.append(choose_body(device, matrices, dtype))
-    return next((body for body in bodies if body.why), bodies[0])
+    """What multiplies with the experts' matrices among parameters, as they are stored, over `ways`
+    devices; None without experts. If a kernel does not take one of them, none is used."""
+    bodies = [
+        choose_body(device, matrices, dtype)
+        for spec in _experts_among(specs)
+        for matrices in _matrices(own_part(spec, ways, dtype))
+    ]
+    return next((body for body in bodies if body.why), bodies[0] if bodies else None)
+
+
+def largest_copied(specs: Tree, dtype: Any) -> int:
+    """Bytes of an expert's largest matrix, which XLA copies, or makes numbers of, to multiply with
+    it on a GPU without kernels."""
+
+    def copied(spec: ParamSpec | Quantised) -> int:
+        if isinstance(spec, Quantised):
+            return spec.made
+        return math.prod(spec.shape[1:]) * spec.resolve_dtype(dtype).itemsize
+
+    return max(map(copied, _experts_among(specs)), default=0)
+
+
+def _experts_among(specs: Tree) -> list[ParamSpec | Quantised]:
+    """The parameters that are matrices of experts."""
+    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, Quantised | ParamSpec))
+    return [spec for spec in leaves if spec.axes[0] == "experts" and spec.inputs]
+
+
+def _matrices(part: Any) -> list[Any]:
+    """[E, N, K], quantised or not, that add up to a parameter."""
+    if isinstance(part, Quantised):
+        return list(terms_of(part))
+    shape = (part.shape[0], math.prod(part.shape[1:-1]), part.shape[-1])
+    return [jax.ShapeDtypeStruct(shape, part.dtype)]
 
 
 def run_experts(
@@ -62,11 +79,11 @@ def run_experts(
     assert model.experts is not None
     multiply = functools.partial(grouped_matmul, implementation=model.experts)
     body, arrays = functools.partial(compute, multiply), (routed, gate_up, down, bias)
-    mesh = model.mesh if model.experts.startswith("triton") else None
+    mesh = None if model.experts in ("segments", "ragged") else model.mesh
     if mesh is None:
         return body(*arrays)
     if mesh.shape["expert"] > 1:
-        raise ValueError("kernels divide every expert over devices: the mesh axis 'expert' is 1")
+        raise ValueError("every expert is divided over devices: the mesh axis 'expert' is 1")
     axes = (GATE_UP, DOWN, BIAS if bias is not None else ())
     specs: list[Any] = [PartitionSpec(), *(partition_spec(names) for names in axes)]
     for i, weight in ((1, gate_up), (2, down)):

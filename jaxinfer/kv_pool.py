@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from jaxinfer.page_dtypes import in_8_bits
 from jaxinfer.sharding import LATENT_AXES, POOL_AXES
 from jaxinfer.step_plan import chunk_pages
 from jaxinfer.window_pages import most_kept, pages_of_one
+from pallas_kernels.dispatch import MOST_ELEMENTS, out_of_reach
 
 # Of a layer (k_pages, v_pages), with (k_scales, v_scales) behind them if those are in 8 bits, or
 # (latent_pages,): arrays or their structs.
@@ -151,25 +153,49 @@ def pages_that_fit(
     of_one = sum(pages * group.page_bytes for pages, group in zip(least, groups))
     if pool_bytes < of_one:
         return tuple(max(0, pool_bytes) * pages // of_one for pages in least)
-    each = [group.pages_of(length) for group in groups]
     most = [_most_pages(group, num_slots, length, chunk_tokens) for group in groups]
-    # Groups that need less than their share leave the rest to the others.
-    counts, left, shared = [*least], pool_bytes - of_one, {*range(len(groups))}
-    while shared:
+    room = [highest - lowest for highest, lowest in zip(most, least)]
+    beside = _divided(groups, pool_bytes - of_one, length, room)
+    counts = [lowest + more for lowest, more in zip(least, beside)]
+    return tuple(
+        count if count == highest else max(_rounded(count), lowest)
+        for count, lowest, highest in zip(counts, least, most)
+    )
+
+
+def _divided(
+    groups: tuple[KVGroup, ...], left: int, length: int, room: Sequence[float]
+) -> list[int]:
+    """Pages of each group in `left` bytes, at most `room` of it: half of the bytes into as many of
+    one group as of another, half as sequences of `length` tokens need them."""
+    each = [group.pages_of(length) for group in groups]
+    counts, shared = [0] * len(groups), {*range(len(groups))}
+    while shared:  # groups that need less than their share leave the rest to the others
         alike = sum(groups[i].page_bytes for i in shared)
         as_needed = sum(each[i] * groups[i].page_bytes for i in shared)
         shares = {
             i: left * (as_needed + each[i] * alike) // (2 * alike * as_needed) for i in shared
         }
-        full = {i for i in shared if least[i] + shares[i] >= most[i]}
+        full = {i for i in shared if shares[i] >= room[i]}
         for i in full or shared:
-            counts[i] = most[i] if i in full else least[i] + shares[i]
-            left -= (counts[i] - least[i]) * groups[i].page_bytes
+            counts[i] = int(room[i]) if i in full else shares[i]
+            left -= counts[i] * groups[i].page_bytes
         shared -= full or shared
-    return tuple(
-        count if count == highest else max(_rounded(count), lowest)
-        for count, lowest, highest in zip(counts, least, most)
-    )
+    return counts
+
+
+def within_reach(
+    groups: tuple[KVGroup, ...], pages: tuple[int, ...], shards: int
+) -> tuple[int, ...]:
+    """As many pages of each group as kernels reach on one of `shards` devices: of those in 8 bits
+    fewer, where a layer's keys take from 2 to 4 GiB."""
+
+    def reached(group: KVGroup, count: int) -> int:
+        of_page = math.prod(group.layer_shape[1:]) // shards
+        missed = out_of_reach(count * of_page, jnp.dtype(group.dtype).itemsize)
+        return MOST_ELEMENTS // of_page if missed else count
+
+    return tuple(reached(group, count) for group, count in zip(groups, pages, strict=True))
 
 
 def _most_pages(group: KVGroup, num_slots: int, length: int, chunk_tokens: int) -> int:
@@ -186,9 +212,13 @@ def _rounded(pages: int) -> int:
     return pages // 16 * 16 if pages > 64 else pages
 
 
-def host_pages_for(groups: tuple[KVGroup, ...], host_bytes: int) -> tuple[int, ...]:
-    """Pages of each group that `host_bytes` of host memory hold: as many of one as of another."""
-    return (host_bytes // sum(group.page_bytes for group in groups),) * len(groups)
+def host_pages_for(groups: tuple[KVGroup, ...], host_bytes: int, length: int) -> tuple[int, ...]:
+    """Pages of each group that `host_bytes` of host memory hold: of what one page of each leaves,
+    divided as a pool is, see `pages_that_fit`. (0, …): not even those."""
+    left = host_bytes - sum(group.page_bytes for group in groups)
+    if left < 0:
+        return (0,) * len(groups)
+    return tuple(1 + more for more in _divided(groups, left, length, [math.inf] * len(groups)))
 
 
 def pages_for(tokens: int, page_size: int) -> int:

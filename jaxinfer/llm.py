@@ -12,6 +12,7 @@ The engine's steps run in the caller's thread, so an `LLM` is for one thread.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import time
@@ -87,8 +88,9 @@ def open_engine(
     checkpoint, ValueError for a configuration that does not fit it.
     """
     from jaxinfer.checkpoints import load_model
+    from jaxinfer.cpu_kernels.choose import prepare_weights
     from jaxinfer.demo import DEMO, demo_checkpoint
-    from jaxinfer.startup import build_engine, param_placement
+    from jaxinfer.startup import build_engine, has_room, param_placement
 
     path = demo_checkpoint(progress) if model == DEMO else model
     placement = param_placement(config)
@@ -99,9 +101,11 @@ def open_engine(
         progress=progress,
         text=text,
         quantization=config.quantization,
+        fits=functools.partial(has_room, config),
     )
     _log_defaults(loaded.generation)
     served = dataclasses.replace(config, dtype=loaded.dtype, quantization=loaded.quantization)
+    prepare_weights(loaded, served)
     return loaded, build_engine(loaded, served, progress)
 
 

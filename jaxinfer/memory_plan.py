@@ -19,6 +19,7 @@ from jaxinfer.kv_pool import (
     on_platform,
     pages_for,
     pages_that_fit,
+    within_reach,
 )
 from jaxinfer.models import family_of
 from jaxinfer.page_transfer import BATCH, MOST_BATCHES
@@ -28,6 +29,7 @@ from jaxinfer.quantization.kinds import KINDS, NONE, Kind
 from jaxinfer.sizes import size_text
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
 from jaxinfer.step_plan import MAX_PIECES, SCORED_ROWS
+from pallas_kernels.dispatch import MOST_BYTES, MOST_ELEMENTS
 
 CPU_POOL_BYTES = 2 << 30  # a host's memory is shared with others: take a fixed, modest pool
 WORKSPACE_SLACK = 64 << 20
@@ -50,7 +52,8 @@ class MemoryPlan:
     """Bytes on one device. `workspace` bounds the largest program's temporaries and logits.
 
     With offloading, `transfer` bounds the pages on their way, and `host` is the host's memory that
-    holds pages of preempted sequences. `chunk_tokens` are those of prompts in a step.
+    holds pages of preempted sequences. `chunk_tokens` are those of prompts in a step. `unreached`
+    are of pages that would fit, but beyond what kernels reach.
     """
 
     device_bytes: int
@@ -62,12 +65,18 @@ class MemoryPlan:
     transfer_bytes: int = 0
     host_bytes: int = 0
     chunk_tokens: int = 0
+    unreached_bytes: int = 0
 
     def lines(self, groups: tuple[KVGroup, ...], max_model_len: int) -> list[str]:
         """The start-up report: what takes the memory and what the pool holds."""
         offload = [
             f"offloading: {size_text(self.host_bytes)} of host memory for pages, "
             f"{size_text(self.transfer_bytes)} for those on their way"
+        ]
+        unreached = [
+            f"KV pool: {size_text(self.unreached_bytes)} more would fit, but kernels reach "
+            f"{size_text(MOST_ELEMENTS)} of a layer's keys in 8 bits unless there are over "
+            f"{size_text(MOST_BYTES)}"
         ]
         return [
             f"memory: {size_text(self.device_bytes)} on the device, "
@@ -76,6 +85,7 @@ class MemoryPlan:
             f"slot state {size_text(self.slot_bytes)}, "
             f"workspace {size_text(self.workspace_bytes)}",
             *self._capacity(groups, max_model_len),
+            *(unreached if self.unreached_bytes else []),
             *(offload if self.host_bytes else []),
         ]
 
@@ -182,21 +192,23 @@ def plan_memory(
     slot_bytes: int,
     device: Device,
     made: int | None = None,
+    loaded: bool = True,
 ) -> tuple[MemoryPlan, tuple[KVGroup, ...]]:
     """Divide the device's memory. Raises MemoryPlanError naming what does not fit and what to do.
 
     With tensor parallelism the figures are of one device, over which heads are divided.
-    `made`: see `workspace_bytes`.
+    `made`: see `workspace_bytes`. `loaded`: whether a host holds weights and slot state already.
     """
     kv_dtype = config.pages
     total, limit = device_memory(device)
     usable = min(int(total * config.memory_utilization), limit)
     if device.platform == "cpu":  # others use the host too; what is loaded is taken already
-        available = psutil.virtual_memory().available + weights_bytes + slot_bytes
+        available = psutil.virtual_memory().available
+        available += weights_bytes + slot_bytes if loaded else 0
         usable = min(usable, available)
     itemsize = jax.numpy.dtype(config.dtype).itemsize
     workspace = workspace_bytes(model, config, itemsize, made)
-    host, batch = _offload_bytes(model, config, kv_dtype)
+    host, batch = _offload_bytes(model, config, max_model_len)
     workspace, transfer = max(workspace, 2 * batch), 2 * MOST_BATCHES * batch
     if device.platform == "cpu":
         usable -= host
@@ -219,11 +231,11 @@ def plan_memory(
             f"a KV pool of {size_text(wanted)} does not fit: {taken} leave {size_text(room)}; "
             "lower the pool, max_num_seqs or max_num_batched_tokens"
         )
-    on_all_devices = wanted * _pool_shards(model, config)
-    slots, page_size = config.max_num_seqs, config.page_size
+    shards, slots, page_size = _pool_shards(model, config), config.max_num_seqs, config.page_size
     groups = kv_groups(model, 1, page_size, kv_dtype)
     lengths = max_model_len, config.max_num_batched_tokens
-    pages = pages_that_fit(groups, on_all_devices, slots, *lengths)
+    fit = pages_that_fit(groups, wanted * shards, slots, *lengths)
+    pages = fit if device.platform == "cpu" else within_reach(groups, fit, shards)
     least = least_pages(groups, *lengths)
     if any(count < needed for count, needed in zip(pages, least)):
         needed = sum(count * group.page_bytes for count, group in zip(least, groups))
@@ -233,14 +245,17 @@ def plan_memory(
             "more memory"
         )
     groups = on_platform(kv_groups(model, pages, page_size, kv_dtype), device.platform)
-    pool = sum(g.num_pages * g.page_bytes for g in groups) // _pool_shards(model, config)
-    plan = MemoryPlan(
-        total, usable, weights_bytes, slot_bytes, workspace, pool, transfer, host, lengths[1]
+    pool, fits = (
+        sum(n * g.page_bytes for n, g in zip(counts, groups)) // shards for counts in (pages, fit)
     )
+    plan = MemoryPlan(
+        total, usable, weights_bytes, slot_bytes, workspace, pool, transfer, host, lengths[1],
+        fits - pool,
+    )  # fmt: skip
     return plan, groups
 
 
-def _offload_bytes(model: ModelConfig, config: EngineConfig, kv_dtype: str) -> tuple[int, int]:
+def _offload_bytes(model: ModelConfig, config: EngineConfig, length: int) -> tuple[int, int]:
     """Bytes of host memory for whole pages, and of one batch of pages on one device; (0, 0): off.
 
     Raises MemoryPlanError when the host has not as much, or it is less than one page.
@@ -248,8 +263,9 @@ def _offload_bytes(model: ModelConfig, config: EngineConfig, kv_dtype: str) -> t
     asked = config.kv_offload_bytes
     if not asked:
         return 0, 0
-    groups = kv_groups(model, 1, config.page_size, kv_dtype)
-    host = host_pages_for(groups, asked)[0] * sum(group.page_bytes for group in groups)
+    groups = kv_groups(model, 1, config.page_size, config.pages)
+    counts = host_pages_for(groups, asked, length)
+    host = sum(count * group.page_bytes for count, group in zip(counts, groups))
     available = psutil.virtual_memory().available
     if not 0 < host <= available:
         raise MemoryPlanError(

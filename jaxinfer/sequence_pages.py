@@ -283,10 +283,13 @@ class SequencePages:
             cache.flush()
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Let nobody find the pages of a sequence that failed."""
+        """Let nobody find the pages of a sequence that failed, nor those its windows passed."""
         self._forget_unnamed(sequence)
-        for cache, pages in zip(self.caches, sequence.pages):
+        names = sequence.keys[: sequence.num_published]
+        for group, (cache, pages) in enumerate(zip(self.caches, sequence.pages)):
             cache.withdraw(present(pages))
+            if group in self._windowed:
+                cache.withdraw(present([cache.find(name) for name in names]))
 
     def advanced(self, sequence: Sequence) -> None:
         """A part of its prompt is in the step being planned, which still needs all its pages."""

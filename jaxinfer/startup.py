@@ -14,17 +14,18 @@ from jax.sharding import Mesh
 
 from jaxinfer.compile_watch import CompileWatch
 from jaxinfer.config import Determinism, EngineConfig, ModelConfig
+from jaxinfer.cpu_kernels.choose import attention_heads
 from jaxinfer.determinism import ATTENTION_BLOCK, Build, choose
 from jaxinfer.engine import Engine
 from jaxinfer.expert_load import ExpertLoad
-from jaxinfer.experts import choose_experts
+from jaxinfer.experts import choose_experts, largest_copied
 from jaxinfer.host_memory import keep_freed_memory
 from jaxinfer.kv_pool import KVGroup, empty_pools, host_pages_for, kv_groups, pages_for
-from jaxinfer.memory_plan import MemoryPlan, plan_memory
+from jaxinfer.memory_plan import MemoryPlan, MemoryPlanError, plan_memory, state_bytes
 from jaxinfer.models import family_of
 from jaxinfer.page_dtypes import in_8_bits
 from jaxinfer.page_transfer import PageTransfer
-from jaxinfer.params import ParamSpec
+from jaxinfer.params import ParamSpec, Tree
 from jaxinfer.paths import cache_dir
 from jaxinfer.policy import SchedulerLimits, SchedulerPolicy
 from jaxinfer.program_store import ProgramStore, describe_arrays
@@ -63,7 +64,7 @@ from jaxinfer.structure_check import vocabulary_of
 from jaxinfer.token_masks import TokenMasks
 from jaxinfer.validation import EngineLimits
 from pallas_kernels import sampling_threshold
-from pallas_kernels.dispatch import Device, Implementation
+from pallas_kernels.dispatch import Body, Device, Implementation
 from pallas_kernels.grouped_matmul import Implementation as Grouped
 from pallas_kernels.paged_attention import choose_body
 
@@ -109,15 +110,19 @@ def build_engine(
     history = empty_history(config.max_num_seqs, served.vocab_size)
     params, device = model.params, jax.devices()[0]
     if mesh is not None:
-        specs = specs_of(params, family_of(served.family).param_specs(served))
-        placement = param_shardings(specs, mesh)
+        placement = param_shardings(_specs(params, served), mesh)
         params = jax.device_put(params, placement)  # moves nothing that was loaded in place
         slots, options, history = jax.device_put((slots, options, history), replicated(mesh))
     params, why = with_multipliers(params, _device(device), mesh)
     if why:
         logger.warning("weights are multiplied by XLA, not by kernels: %s (docs/kernels.md)", why)
     weights, kept = _bytes_on_one(params), _bytes_on_one((slots, options, history))
-    made = 0 if device.platform != "cpu" and not why else largest_made(params)
+    made = largest_made(params) if device.platform == "cpu" or why else 0
+    experts = _experts(_device(device), served, config, params)
+    if experts is not None and experts.why:
+        what = "experts are computed by XLA, not by kernels: %s (docs/kernels.md)"
+        logger.warning(what, experts.why)
+        made = max(made, largest_copied(_specs(params, served), config.dtype))
     memory, groups = plan_memory(served, config, max_model_len, weights, kept, device, made=made)
     for line in memory.lines(groups, max_model_len):
         logger.info(line)
@@ -172,7 +177,8 @@ def _runner(
         sizes = (config.max_num_seqs, config.max_num_batched_tokens, config.page_size, len(groups))
         build(step_shapes(*sizes))
     if config.kv_offload_bytes:
-        host_pages = host_pages_for(groups, config.kv_offload_bytes)
+        length = _max_model_len(model, config)
+        host_pages = host_pages_for(groups, config.kv_offload_bytes, length)
         by_group = [(programs.read_pages[i], programs.write_pages[i]) for i in range(len(groups))]
         runner.transfer = PageTransfer(groups, host_pages, by_group)
     seconds, temporary = time.monotonic() - started, programs.temp_bytes
@@ -201,14 +207,16 @@ def _builder(
     """What compiles the programs of some shapes, or loads them, into a runner's table."""
     block = ATTENTION_BLOCK if config.deterministic else None
     device = _device(jax.devices()[0])
+    experts = _experts(device, model, config, runner.params)
     step_model = StepModel(
         model,
         groups,
-        _attention(device, groups),
+        _attention(device, groups, config.dtype),
         mesh,
         block,
-        experts=_experts(device, model, config),
+        experts=experts.implementation if experts else None,
         sampling=_sampling(device),
+        cpu_heads=attention_heads(config, model, groups[0]),
     )
     state = (runner.params, runner.pools, runner.slots, runner.options, runner.history)
     store = None  # which keeps programs of a single device only
@@ -250,6 +258,19 @@ def param_placement(config: EngineConfig) -> Callable[[ParamSpec], Any] | None:
     return None if mesh is None else functools.partial(sharding_of, mesh=mesh)
 
 
+def has_room(config: EngineConfig, model: ModelConfig, dtype: str, weights: int) -> bool:
+    """Whether a model that is not loaded yet could be served from a host's memory, with weights of
+    so many bytes, which all devices of a host have together."""
+    config = dataclasses.replace(config, dtype=dtype, quantization=NONE)
+    length = _max_model_len(model, config)
+    kept = state_bytes(model, config, length)
+    try:
+        plan_memory(model, config, length, weights, kept, jax.devices()[0], loaded=False)
+    except MemoryPlanError:
+        return False
+    return True
+
+
 def _device(device: jax.Device) -> Device:
     """What kernels are chosen by."""
     version: str | None = getattr(device, "compute_capability", None)
@@ -258,23 +279,25 @@ def _device(device: jax.Device) -> Device:
     return Device(device.platform, device.device_kind, capability)
 
 
-def _attention(device: Device, groups: tuple[KVGroup, ...]) -> Implementation:
+def _attention(device: Device, groups: tuple[KVGroup, ...], dtype: str) -> Implementation:
     """What computes attention; the log says why if it is no kernel on a GPU."""
-    body = choose_body(*device, *groups[0].dims, groups[0].dtype)
+    body = choose_body(*device, *groups[0].dims, groups[0].dtype, dtype)
     if body.why:
         logger.warning("attention is computed by XLA, not by kernels: %s (docs/gpu.md)", body.why)
     return body.implementation
 
 
-def _experts(device: Device, model: ModelConfig, config: EngineConfig) -> Grouped | None:
-    """What multiplies with experts' matrices; the log says why if it is no kernel on a GPU."""
-    ways, kind = config.tensor_parallel_size, config.quantization or NONE
-    body = choose_experts(device, model, config.dtype, ways, kind)
-    if body is None:
-        return None
-    if body.why:
-        logger.warning("experts are computed by XLA, not by kernels: %s (docs/gpu.md)", body.why)
-    return body.implementation
+def _specs(params: Tree, model: ModelConfig) -> Tree:
+    """Of parameters as they are stored."""
+    return specs_of(params, family_of(model.family).param_specs(model))
+
+
+def _experts(
+    device: Device, model: ModelConfig, config: EngineConfig, params: Tree
+) -> Body[Grouped] | None:
+    """What multiplies with experts' matrices as they are stored; None without any."""
+    ways = config.tensor_parallel_size
+    return choose_experts(device, _specs(params, model), config.dtype, ways)
 
 
 def _sampling(device: Device) -> Implementation:

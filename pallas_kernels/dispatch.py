@@ -22,6 +22,8 @@ Implementation = Literal[
 
 Capability = tuple[int, int]  # CUDA's compute capability
 TENSOR_CORES: Capability = (8, 0)
+MOST_ELEMENTS = 1 << 31  # that offsets of 32 bits reach: they are signed
+MOST_BYTES = 1 << 32  # of an array, up to which Pallas computes offsets for Triton in 32 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,12 @@ class Device(NamedTuple):
         if not _known(self.kind):
             return f"this version of JAX does not know {self.kind!r} well enough"
         return ""
+
+
+def out_of_reach(elements: int, itemsize: int) -> bool:
+    """Whether Triton kernels would miss some elements of an array: Pallas makes their offsets too
+    narrow where it has few bytes but many elements."""
+    return elements > MOST_ELEMENTS and elements * itemsize <= MOST_BYTES
 
 
 def _known(kind: str) -> bool:

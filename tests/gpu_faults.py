@@ -54,6 +54,11 @@ def roll_pages(pools: Any, *others: Any) -> Any:
     return [(jnp.roll(k, 1, axis=0), v), *layers], *others
 
 
+def roll_scales(pools: Any, *others: Any) -> Any:
+    (k, v, k_scale, v_scale), *layers = pools
+    return [(k, v, jnp.roll(k_scale, 1, axis=0), v_scale), *layers], *others
+
+
 def branch(pools: Any, slots: Any, rows: Any, logits: Any, *others: Any) -> Any:
     def smooth(x: Any) -> Any:  # branches without a loop are merged into a select
         return jax.lax.fori_loop(0, 9, lambda _, y: jnp.roll(y, 1, axis=1) * 0.5 + x, x)
@@ -71,6 +76,7 @@ def failures(plan: Plan, lowered: Any, compiled: Any = None, **changes: Any) -> 
 def main() -> None:
     one, eight = (make_plan(TARGETS["h200"], Served("llama-3-8b", ways), 1) for ways in (1, 8))
     int4 = make_plan(TARGETS["h200"], Served("llama-3-8b", 1, "int4"), 1)
+    pages = make_plan(TARGETS["h200"], Served("llama-3-8b", kv_dtype="int8"), 1)
     with jax.set_mesh(one.model.mesh):
         right = one.programs[NAME].lower()
     compiled = right.compile()
@@ -81,6 +87,7 @@ def main() -> None:
         "too little room for temporaries": failures(one, right, compiled, temp_limit=1 << 20),
         "not donated": failures(one, step(one, donate=False)),
         "copies the pool": failures(one, step(one, roll_pages)),
+        "copies the scales": failures(pages, step(pages, roll_scales)),
         "loops while the device says so": failures(one, step(one, attention="reference")),
         "branches as the device says": failures(one, step(one, branch)),
         "attention by XLA": failures(one, step(one, attention="reference_static")),

@@ -15,27 +15,35 @@ from pallas_kernels.quantised_matmul import QuantisedWeight, pack_int4
 
 
 class Kind(NamedTuple):
-    """How a random weight is stored; `group` 0: one scale for all columns of a row."""
+    """How a random weight is stored; `group` 0: one scale for all columns of a row. "e2m1" are
+    floats of 4 bits."""
 
     stored: str
     group: int = 0
     rows: int = 1
-    zeros: bool = False
+    zeros: str = ""  # their dtype
     order: bool = False
     activations: str = "as_given"
 
 
+# OCP Microscaling Formats specification 1.0, the sign highest.
+_HALF = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+E2M1 = np.concatenate([_HALF, -_HALF])
 KINDS = {
     "int8": Kind("int8"),
     "int8 in groups": Kind("int8", 64),
     "int4": Kind("int4", 128),
     "int4 of channels": Kind("int4"),
-    "int4 with zeros, in order": Kind("int4", 32, zeros=True, order=True),
+    "int4 with zeros, in order": Kind("int4", 32, zeros="uint8", order=True),
+    "int4 with float zeros": Kind("int4", 64, zeros="float32"),
+    "int4 of channels with float zeros": Kind("int4", zeros="float32"),
+    "e2m1": Kind("e2m1", 32),
+    "e2m1 of channels": Kind("e2m1"),
     "float8": Kind("float8_e4m3fn"),
     "float8 in blocks": Kind("float8_e4m3fn", 128, rows=128),
     "w8a8": Kind("int8", activations="int8"),
     "w8a8 of pairs": Kind("int8", activations="int8_pair"),
-    "w4a8": Kind("int4", 64, zeros=True, activations="int8"),
+    "w4a8": Kind("int4", 64, zeros="uint8", activations="int8"),
     "w8a8 float8": Kind("float8_e4m3fn", activations="float8_e4m3fn"),
     "w8a8 float8 in blocks": Kind("float8_e4m3fn", 128, rows=128, activations="float8_e4m3fn"),
 }
@@ -46,7 +54,7 @@ def random_weight(
 ) -> tuple[QuantisedWeight, np.ndarray]:
     """A weight [*lead, outputs, columns], and its matrices in float64."""
     rng = np.random.default_rng(seed)
-    group, bits = kind.group or columns, 4 if kind.stored == "int4" else 8
+    group, bits = kind.group or columns, 4 if kind.stored in ("int4", "e2m1") else 8
     shape = (*lead, outputs, columns)
     if kind.stored == "float8_e4m3fn":
         values = np.asarray(rng.uniform(-400, 400, size=shape), jnp.float8_e4m3fn)
@@ -55,7 +63,9 @@ def random_weight(
         values = rng.integers(low, high, size=shape)
     scale_shape = (*lead, columns // group, -(-outputs // kind.rows))
     scales = rng.uniform(0.5, 2, scale_shape).astype(np.float32) / (8 if bits == 4 else 127)
-    zeros = rng.integers(0, 16, scale_shape) if kind.zeros else None
+    zeros = None
+    if kind.zeros:
+        zeros = rng.uniform(0, 15, scale_shape).astype(kind.zeros)
     order = rng.permutation(columns) if kind.order else None
 
     def spread(array: np.ndarray) -> np.ndarray:
@@ -63,19 +73,21 @@ def random_weight(
         rows = np.repeat(array, kind.rows, axis=-1)[..., :outputs]
         return np.repeat(rows.swapaxes(-1, -2), group, axis=-1).astype(np.float64)
 
-    zero = spread(zeros) if kind.zeros else 8.0 * (bits == 4)
-    dense = (values.astype(np.float64) - zero) * spread(scales)
+    numbers = E2M1[values] if kind.stored == "e2m1" else values.astype(np.float64)
+    zero = spread(zeros) if kind.zeros else 8.0 * (kind.stored == "int4")
+    dense = (numbers - zero) * spread(scales)
     if kind.order:
         dense = dense[..., np.argsort(order)]
     stored = pack_int4(jnp.asarray(values), group) if bits == 4 else jnp.asarray(values)
     weight = QuantisedWeight(
         stored if bits == 4 or kind.stored != "int8" else stored.astype(jnp.int8),
         jnp.asarray(scales),
-        None if zeros is None else jnp.asarray(zeros, jnp.uint8),
+        None if zeros is None else jnp.asarray(zeros),
         None if order is None else jnp.asarray(order, jnp.int32),
         bits=bits,
         block=(kind.rows, group),
         activations=kind.activations,
+        codes="e2m1" if kind.stored == "e2m1" else "integers",
     )
     weight.check()
     return weight, dense

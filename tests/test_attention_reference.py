@@ -158,6 +158,21 @@ def test_prefill_equals_dense_causal_attention(implementation, page_size, pieces
             row += 1
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_tiles_of_a_piece_may_lie_apart(implementation):
+    """Two that would be taken at once where they are neighbours."""
+    paged = Paged(np.random.default_rng(6), [110], 16)
+    q, tiles = paged.queries(CHUNK, group=3), np.zeros((TILES, 4), np.int32)
+    tiles[:2] = (3, 60, 0, 0), (100, 50, 0, 60)
+    how = {"scale": SCALE, "implementation": implementation}
+    arrays = (jnp.asarray(x) for x in (q, *paged.pools(), paged.table, tiles))
+    out = prefill(*arrays, **how)
+    for position in range(110):
+        row, seen = position + (3 if position < 60 else 40), slice(0, position + 1)
+        want = dense(q[row], paged.k[0][seen], paged.v[0][seen])
+        np.testing.assert_allclose(out[row], want, atol=2e-6, err_msg=f"row {row}")
+
+
 @pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16", "float16"])
 def test_output_has_the_dtype_of_the_queries(pool_dtype):
     """The pool may be narrower: decode and prefill then lose the same, and only in k and v."""

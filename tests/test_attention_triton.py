@@ -4,6 +4,7 @@ contract, over pools in which everything that must not be read is NaN."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from pallas_kernels.paged_attention import splits, triton_blocks, triton_decode,
 from pallas_kernels.paged_attention.triton_blocks import Pool
 
 SCALE, KV_HEADS, PAGES = 0.3, 2, 24
-LENGTHS = (0, 1, 47, 90)  # of four rows, whose pages lie anywhere
+LENGTHS = (0, 1, 47, 90)  # of four rows, whose pages lie anywhere; the last two share a beginning
 TILES = ((0, 30, 3, 60), (30, 5, 2, 42), (0, 0, 0, 0))  # the ends of the last two
 CHUNK = 38  # rows of no tile follow
 
@@ -23,15 +24,16 @@ PLAIN = (16, None, 2, 16, None, None, False, None)
 CASES = {
     "plain": PLAIN,
     "head of 80, 3 queries a key": (80, None, 3, 32, None, None, False, None),
-    "window": (32, None, 1, 16, 20, None, False, None),
-    "soft cap": (32, None, 4, 64, None, 1.5, False, None),
-    "sinks": (16, None, 2, 16, None, None, True, None),
-    "window, cap and sinks": (48, None, 2, 16, 9, 2.0, True, None),
-    "latent": (48, 32, 20, 16, None, None, False, None),
-    "int8": (32, None, 2, 16, None, None, False, jnp.int8),
-    "fp8 in a window": (32, None, 2, 32, 30, None, False, jnp.float8_e4m3fn),
+    "window": (64, None, 1, 16, 20, None, False, None),
+    "soft cap": (128, None, 4, 64, None, 1.5, False, None),
+    "sinks": (192, None, 2, 16, None, None, True, None),
+    "window, cap and sinks": (256, None, 2, 16, 9, 2.0, True, None),
+    "latent of DeepSeek": (576, 512, 20, 16, None, None, False, None),
+    "int8": (96, None, 2, 16, None, None, False, jnp.int8),
+    "int8, window, cap and sinks": (64, None, 5, 32, 33, 2.0, True, jnp.int8),
+    "fp8 in a window": (128, None, 2, 32, 30, None, False, jnp.float8_e4m3fn),
 }
-WHOLE = ("plain", "window, cap and sinks", "latent")  # with keys that are not split too
+WHOLE = ("plain", "window, cap and sinks", "latent of DeepSeek")  # with keys that are not split too
 EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
@@ -51,22 +53,35 @@ class Paged:
         for row, length in enumerate(LENGTHS):
             count = -(-length // self.page_size)
             self.table[row, :count] = [pages.pop() for _ in range(count)]
-            for i in range(length):
+            shared = LENGTHS[row - 1] // self.page_size if row == len(LENGTHS) - 1 else 0
+            self.table[row, :shared] = self.table[row - 1, :shared]
+            for i in range(shared * self.page_size, length):
                 at = self.table[row, i // self.page_size], slice(None), i % self.page_size
                 self.k[at], self.v[at] = rng.normal(size=(2, KV_HEADS, self.head_dim))
-                scales[0][at], scales[1][at] = rng.uniform(0.5, 2, size=(2, KV_HEADS))
+                scales[0][at], scales[1][at] = rng.uniform(0.1, 0.4, size=(2, KV_HEADS))
         self.table[1, 2] = PAGES - 1  # past its length: a page of somebody else, or of nobody
         self.scales = scales if self.stored else np.ones_like(scales)
         self.sinks = rng.normal(size=(KV_HEADS, self.group)) if with_sinks else None
         if self.stored is not None:  # integers have no NaN: their scales say it
-            self.k, self.v = (np.round(4 * np.nan_to_num(x)) for x in (self.k, self.v))
+            numbers = (np.round(4 * np.nan_to_num(x)) for x in (self.k, self.v))
+            stored = (jnp.asarray(x, self.stored) for x in numbers)
+            self.k, self.v = (np.asarray(x, np.float32) for x in stored)
 
-    def pool(self) -> Pool:
-        dtype = self.stored or jnp.float32
-        k, v = jnp.asarray(self.k, dtype), jnp.asarray(self.v, dtype)
+    def pool(self, first: Callable[[int], int] = lambda row: 0) -> Pool:
+        """Tokens of a row before its `first` are NaN too, unless another row needs them."""
+        needed = np.zeros((PAGES, 1, self.page_size), bool)
+        for row, length in enumerate(LENGTHS):
+            where = np.arange(first(row), length)
+            needed[self.table[row, where // self.page_size], 0, where % self.page_size] = True
         if self.stored is not None:
-            return Pool(k, v, *(jnp.asarray(scale) for scale in self.scales))
+            pages = (jnp.asarray(x, self.stored) for x in (self.k, self.v))
+            return Pool(*pages, *(jnp.where(needed, scale, np.nan) for scale in self.scales))
+        k, v = (jnp.where(needed[..., None], x, np.nan) for x in (self.k, self.v))
         return Pool(k) if self.value_dim else Pool(k, v)
+
+    def begins(self, position: int) -> int:
+        """The first token that is seen from a position."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
 
     def queries(self, rows: int) -> np.ndarray:
         shape = (rows, KV_HEADS, self.group, self.head_dim)
@@ -74,8 +89,7 @@ class Paged:
 
     def dense(self, q: np.ndarray, row: int, position: int) -> np.ndarray:
         """One query [KV, G, hd] at a position of a row, in float64."""
-        first = 0 if self.window is None else max(0, position - self.window + 1)
-        where = np.arange(first, position + 1)
+        where = np.arange(self.begins(position), position + 1)
         pages, offsets = self.table[row, where // self.page_size], where % self.page_size
         k, v = (
             (x[pages, :, offsets] * scale[pages, :, offsets][..., None]).astype(np.float64)
@@ -118,8 +132,9 @@ def test_decode_equals_dense_attention(case, splits, monkeypatch):
     paged = Paged(case)
     q = paged.queries(len(LENGTHS))
     q[0] = np.nan  # a row that is done: it reads nothing and yields zeros
+    pool = paged.pool(lambda row: paged.begins(LENGTHS[row] - 1))
     out = triton_decode.paged_attention(
-        jnp.asarray(q), paged.pool(), jnp.asarray(paged.table), jnp.asarray(LENGTHS, jnp.int32),
+        jnp.asarray(q), pool, jnp.asarray(paged.table), jnp.asarray(LENGTHS, jnp.int32),
         paged.sinks_array(), **paged.how(),
     )  # fmt: skip
     same(out[0], 0)
@@ -132,8 +147,10 @@ def test_prefill_equals_dense_attention(case):
     paged = Paged(case)
     q = paged.queries(CHUNK)
     q[35:] = np.nan  # rows of no tile
+    starts = {row: position for _, count, row, position in TILES if count}
+    pool = paged.pool(lambda row: paged.begins(starts.get(row, LENGTHS[row])))
     out = triton_prefill.paged_prefill(
-        jnp.asarray(q), paged.pool(), jnp.asarray(paged.table), jnp.asarray(TILES, jnp.int32),
+        jnp.asarray(q), pool, jnp.asarray(paged.table), jnp.asarray(TILES, jnp.int32),
         paged.sinks_array(), **paged.how(),
     )  # fmt: skip
     same(out[35:], 0)
@@ -145,17 +162,44 @@ def test_prefill_equals_dense_attention(case):
 def test_splits_follow_from_shapes_and_fill_a_device():
     assert splits.num_splits(1, 100_000) == splits.MOST_SPLITS
     assert splits.num_splits(64 * 8, 100_000) == 1
+    assert splits.num_splits(64 * 2, 100_000) == 3
     assert splits.num_splits(8, 300) == 2, "few keys are not worth more"
     assert splits.num_splits(8, 64) == 1
 
 
-def test_a_row_does_not_depend_on_its_neighbours():
+def test_a_row_of_no_length_costs_nothing(monkeypatch):
+    """Its parts are not even written: the interpreter begins with NaN."""
+    monkeypatch.setattr(triton_decode, "num_splits", lambda programs, longest: 3)
+    found: list[splits.Parts] = []
+
+    def combine(parts, *_, **how):
+        found.append(parts)
+        return parts.values[:, :, 0]
+
+    monkeypatch.setattr(triton_decode, "combine", combine)
+    paged = Paged(PLAIN)
+    triton_decode.paged_attention(
+        jnp.asarray(paged.queries(len(LENGTHS))), paged.pool(), jnp.asarray(paged.table),
+        jnp.asarray(LENGTHS, jnp.int32), None, **paged.how(),
+    )  # fmt: skip
+    for part in found[0]:
+        assert np.isnan(part[0]).all() and np.isfinite(part[1:]).all()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_row_does_not_depend_on_its_neighbours(splits, monkeypatch):
+    monkeypatch.setattr(triton_decode, "num_splits", lambda programs, longest: splits)
     paged = Paged(PLAIN)
     q, table = jnp.asarray(paged.queries(len(LENGTHS))), jnp.asarray(paged.table)
     attend = functools.partial(triton_decode.paged_attention, sinks=None, **paged.how())
     whole = attend(q, paged.pool(), table, jnp.asarray(LENGTHS, jnp.int32))
     alone = attend(q, paged.pool(), table, jnp.asarray((0, 0, 0, 90), jnp.int32))
     assert (whole[3] == alone[3]).all()
+    page, offset = paged.table[2, 46 // 16], 46 % 16  # of its last token, whose value overflowed
+    pool = paged.pool()
+    pool = pool._replace(k=pool.k.at[page, :, offset].set(np.nan))
+    failed = attend(q, pool, table, jnp.asarray(LENGTHS, jnp.int32))
+    assert np.isnan(failed[2]).all() and (failed[3] == whole[3]).all()
 
 
 @pytest.mark.parametrize("size", [16, 64, 80, 96, 128, 192, 256, 576])

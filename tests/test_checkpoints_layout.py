@@ -1,4 +1,4 @@
-"""GGUF offsets that stay within the file but name the wrong bytes."""
+"""GGUF offsets that stay within the file but name the wrong bytes; paths that are no model's."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from tiny_checkpoint import write_gguf
+from tiny_checkpoint import hf_folder, write_gguf
 
-from jaxinfer.checkpoints import CheckpointError, load_model
+from jaxinfer.checkpoints import CheckpointError, load_model, resolve_model
 from jaxinfer.checkpoints.gguf_reader import _CheckedReader
 
 ALIGNMENT = 32
@@ -78,3 +78,27 @@ def test_a_stated_alignment_is_what_the_gaps_are_measured_by(
     with_offset(path, "b", 2 * alignment)
     with pytest.raises(ValueError, match=f"b: expected offset {alignment}, right after a, found"):
         _CheckedReader(path)
+
+
+def test_wrong_paths_say_what_a_model_is(tmp_path: Path) -> None:
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "inside" / "x.gguf").write_bytes(b"")
+    (tmp_path / "X.GGUF").write_bytes(b"")
+    assert resolve_model(tmp_path / "X.GGUF")
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "12ab"  # as the Hub's cache has it
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    for path, words in {
+        tmp_path / "nowhere": "does not exist",
+        tmp_path / ("n" * 300): "does not exist",
+        Path("owner/name-1.5"): "hf download owner/name-1.5 --local-dir FOLDER",
+        "https://huggingface.co/owner/name/": "hf download owner/name --local-dir FOLDER",
+        tmp_path / "models--a--b": "did you mean .*snapshots/12ab",
+        tmp_path / "notes.txt": "is a file but no .gguf file",
+        tmp_path / "inside": "did you mean",
+    }.items():
+        with pytest.raises(CheckpointError, match=words):
+            resolve_model(path)
+    with pytest.raises(CheckpointError, match="dtype 'int8' is not one of float32"):
+        load_model(hf_folder(tmp_path / "hf"), dtype="int8")

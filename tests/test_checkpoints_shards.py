@@ -96,7 +96,7 @@ def no_index(folder: Path, weight_map: dict[str, str]) -> None:
 
 
 DEFECTS: dict[str, tuple[Change, list[str]]] = {
-    "missing shard": (lambda f, _: (f / name(1)).unlink(), [name(1), "no such file"]),
+    "missing shard": (lambda f, _: (f / name(1)).unlink(), [INDEX, f"{name(1)} of 3 files"]),
     "cut shard": (cut, [name(1), "bytes)"]),
     "tensor in another file": (moved, [INDEX, DOWN, "which lacks it"]),
     "tensor in two files": (twice, [DOWN, "in both"]),

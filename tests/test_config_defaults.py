@@ -44,6 +44,19 @@ def test_defaults_that_other_families_have_otherwise():
     assert {kind.window for kind in model_config(windows).kinds} == {8}, "every layer"
 
 
+def test_what_files_of_experts_chosen_as_deepseeks_leave_unsaid():
+    unsaid = ("n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob")
+    for family, normalised, dense in (("glm4_moe", True, 1), ("dots1", False, 0)):
+        changes = dict.fromkeys((*unsaid, "first_k_dense_replace"), "(absent)")
+        config = model_config(config_of(family, **changes))
+        moe = config.moe
+        assert moe is not None and moe.normalised == normalised
+        assert (moe.groups, moe.top_groups, moe.weight_scale) == (1, 1, 1.0)
+        assert [kind.moe for kind in config.kinds] == [i >= dense for i in range(3)]
+    windows = config_of("dots1", sliding_window=None, layer_types=None)
+    assert {kind.window for kind in model_config(windows).kinds} == {None}
+
+
 def test_rope_settings_that_are_no_settings_are_named():
     with pytest.raises(ValueError, match="rope_parameters = 'yarn'"):
         model_config(config_of("olmo2", rope_parameters="yarn"))

@@ -43,7 +43,7 @@ class EngineMachine(RuleBasedStateMachine):
             interactive_reserve=st.sampled_from([0.0, 0.4]),
             separate_phases=st.booleans(),
         ),
-        host_pages=st.sampled_from([0, 3, 12]),
+        host_pages=st.sampled_from([(0, 0), (3, 3), (12, 12), (40, 3)]),
     )
     def start(
         self, overlap, num_slots, chunk, spare, beside_windows, longest, windows, policy, host_pages
@@ -55,7 +55,8 @@ class EngineMachine(RuleBasedStateMachine):
             for window in windows
         )
         limits = scheduler_limits(num_slots, chunk, PAGE_SIZE, pages, windows)
-        policy = dataclasses.replace(policy, host_pages=(host_pages,) * len(windows))
+        hosts = tuple(host_pages[window is not None] for window in windows)
+        policy = dataclasses.replace(policy, host_pages=hosts)
         self.harness = Harness(limits, longest, overlap, policy)
 
     @rule(

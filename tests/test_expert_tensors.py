@@ -186,7 +186,7 @@ SCALES = "model.layers.0.mlp.experts.down_proj_scales"
         (lambda w: w[SCALES].fill(254), "values are NaN or Inf"),
         (
             lambda w: w.update({"model.norm.weight": np.ones(32, np.uint8)}),
-            "uint8, expected floating point",
+            "stored as U8, expected floating point",
         ),
     ],
 )

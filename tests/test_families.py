@@ -175,6 +175,25 @@ FEATURES = {
         "its sigmoid": moe(swiglu_alpha=1.0),
     },
     "glm4": {"pairs": without(rope_pairs="halves"), "part that rotates": without(rotary_dim=None)},
+    "glm4_moe": {
+        "pairs": without(rope_pairs="neighbours"),
+        "part that rotates": without(rotary_dim=None),
+        "norms of heads": without(qk_norm="none"),
+        "groups": moe(groups=1, top_groups=1),
+        "sigmoid": moe(scoring="softmax"),
+        "normalised weights": moe(normalised=False),
+        "weight scale": moe(weight_scale=1.0),
+        "shared expert": moe(shared_size=0),
+    },
+    "dots1": {
+        "windows": kinds(window=None),
+        "norms of heads": without(qk_norm="none"),
+        "groups": moe(groups=1, top_groups=1),
+        "sigmoid": moe(scoring="softmax"),
+        "normalised weights": moe(normalised=False),
+        "weight scale": moe(weight_scale=1.0),
+        "shared experts": moe(shared_size=0),
+    },
 }
 
 
@@ -221,6 +240,9 @@ def test_the_oracle_notices_a_feature_that_is_switched_off(models, family, featu
         ("gpt_oss", "router_bias", 0.0),
         ("gpt_oss", "experts_gate_up_bias", 0.0),
         ("gpt_oss", "experts_down_bias", 0.0),
+        ("glm4_moe", "qkv_bias", 0.0),
+        ("glm4_moe", "correction", 0.0),
+        ("dots1", "correction", 0.0),
         ("glm4", "attn_post_norm", 1.0),
         ("glm4", "mlp_post_norm", 1.0),
     ],
@@ -252,5 +274,8 @@ def test_kinds_of_layers(models):
         LayerKind(8, "local"), LayerKind(8, "local"), LayerKind(),
     )  # fmt: skip
     assert models["qwen2"].config.kinds == (LayerKind(), LayerKind(8))
-    for family in ("deepseek_v2", "deepseek_v3"):
+    assert models["dots1"].config.kinds == (
+        LayerKind(), LayerKind(moe=True), LayerKind(8, moe=True),
+    )  # fmt: skip
+    for family in ("deepseek_v2", "deepseek_v3", "glm4_moe"):
         assert [kind.moe for kind in models[family].config.kinds] == [False, True, True]

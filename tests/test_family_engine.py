@@ -28,7 +28,7 @@ SCORED = SamplingParams(temperature=0, prompt_logprobs=1)
 LENGTHS = (40, 3, 17, 25)  # longer than the window, shorter, split by the chunk
 PADDED = 60
 # Those that another family has all features of: they differ in names and defaults alone.
-ALIKE = {"arcee", "ernie4_5", "gemma", "glm", "opt", "seed_oss"}
+ALIKE = {"arcee", "dots1", "ernie4_5", "gemma", "glm", "opt", "seed_oss"}
 
 
 def scores(engine, prompts: list[list[int]]) -> list[list]:

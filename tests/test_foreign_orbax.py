@@ -179,6 +179,12 @@ def test_a_config_is_named_on_the_command_line(tmp_path: Path) -> None:
     done = runner.invoke(cli, ["convert", tree, ours, "--config", config])
     assert done.exit_code == 0 and f"jaxinfer serve {ours}" in done.stdout, done.output
     assert same(logits(tmp_path / "ours", "qwen3"), wanted(tmp_path, "qwen3"))
+    for file in Path(config).parent.glob("tokenizer*"):
+        file.unlink()
+    shown = runner.invoke(cli, ["inspect", tree, "--config", config])
+    assert shown.exit_code == 0 and "save the model" in shown.stdout
+    done = runner.invoke(cli, ["convert", tree, str(tmp_path / "none"), "--config", config])
+    assert done.exit_code == 1 and "tokenizer.json: missing" in done.output
     again = runner.invoke(cli, ["convert", tree, str(tmp_path / "other")])
     assert again.exit_code == 1 and "--config FILE" in again.output
 
@@ -203,6 +209,10 @@ def test_trees_with_defects(tmp_path: Path) -> None:
         "NaN": (
             lambda f: f.update({down: f[down] * np.nan}),
             [down, "2048 of 2048 values are NaN"],
+        ),
+        "of integers": (
+            lambda f: f.update({down: f[down].astype(np.int8)}),
+            [down, "stored as int8, expected floating point"],
         ),
     }
     for name, (change, words) in cases.items():

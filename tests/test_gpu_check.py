@@ -14,10 +14,9 @@ import pytest
 import typer
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.gpu_check import cli
+from jaxinfer.gpu_check import checks, cli
 from jaxinfer.gpu_check.cases import FEW_LAYERS, PROGRAMS, Served, some_layers
 from jaxinfer.gpu_check.checks import Check, Result
-from jaxinfer.gpu_check.cli import run
 from jaxinfer.gpu_check.hlo import Array, Module
 from jaxinfer.gpu_check.target import TARGETS, environment
 from jaxinfer.known_models import known_model
@@ -41,56 +40,65 @@ QUANTISED = [served for served in PROGRAMS if served.model == LLAMA and served.q
 def compiled_here(served: Served) -> tuple[str, ...]:
     if served in QUANTISED:
         return TELLING[:1]
-    return PROGRAMS[served] if served.model == LLAMA else TELLING
+    plain = served in (Served(LLAMA), Served(LLAMA, 8))
+    return PROGRAMS[served] if plain else TELLING
 
 
-COMPILED = [(served, name) for served in PROGRAMS for name in compiled_here(served)]
+HERE = {served: compiled_here(served) for served in PROGRAMS}
+COMPILED = [(served, name) for served, names in HERE.items() for name in names]
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[tuple[Served, str], dict]:
-    """What `scripts/gpu_check --json` prints, by what is served and program."""
+def rows() -> dict[tuple[Served, str], Result]:
+    """What is found, by what is served and program."""
     require_compiler()
-    others = dict.fromkeys(served.model for served in PROGRAMS if served.model != LLAMA)
-    found = {}
-    for asked in (
-        ["--model", LLAMA, "--quantization", NONE],
-        [*(f"--model={model}" for model in others), *(f"--program={name}" for name in TELLING)],
-        [*(f"--quantization={served.quantization}" for served in QUANTISED), "--model", LLAMA,
-         "--program", TELLING[0]],
-    ):  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "scripts/gpu_check", "--json", *asked],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=1200,
-        )
-        rows = json.loads(done.stdout)["rows"]
-        assert done.returncode == any(not row["passed"] for row in rows), done.stderr
-        for row in rows:
-            served = Served(row["model"], row["gpus"], row["quantization"])
-            found[served, row["program"]] = row
-    return found
+    jobs = [cli.Job("h200", served, FEW_LAYERS, names) for served, names in HERE.items()]
+    found = cli.compile_programs(jobs, 2, print)
+    return {(job.served, result.program): result for job, result in found}
 
 
 @pytest.mark.parametrize("compiled", COMPILED, ids=str)
 def test_the_engines_programs_pass(rows, compiled):
-    row = rows[compiled]
-    assert not row["error"] and len(row["checks"]) == 9
-    assert {check["name"] for check in row["checks"] if not check["passed"]} == set()
+    result = rows[compiled]
+    assert not result.error and len(result.checks) == 9
+    assert {check.name for check in result.checks if not check.passed} == set()
+
+
+def test_the_script_prints_what_it_finds():
+    require_compiler()
+    asked = ["--model", LLAMA, "--gpus", "1", "--quantization", NONE, "--kv-cache-dtype", "auto"]
+    done = subprocess.run(
+        [sys.executable, "scripts/gpu_check", "--json", *asked, "--program", "admit"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["program"] == "admit" and row["passed"] and row["layers"] == FEW_LAYERS
+    assert (row["model"], row["gpus"], row["quantization"]) == (LLAMA, 1, NONE)
 
 
 def test_figures_are_of_the_real_plan(rows):
     for name in PROGRAMS[Served(LLAMA)][:4]:
-        one, eight = (rows[Served(LLAMA, ways), name]["figures"] for ways in (1, 8))
+        one, eight = (rows[Served(LLAMA, ways), name].figures for ways in (1, 8))
         # Weights and pool fill most of a GPU's memory, and eight GPUs share the weights.
-        assert one["argument_bytes"] > 16 << 30 and 0 < one["room_bytes"] < 20 << 30
-        assert one["alias_bytes"] > 12 << 30
-        assert eight["argument_bytes"] < one["argument_bytes"] / 2
-        assert not one["collectives"]
-        assert eight["collectives"] == {"all-reduce": 2 * FEW_LAYERS + 1, "all-gather": 1}
-        assert 10 < one["layer_launches"]["dense"] < 24
+        assert one.argument_bytes > 16 << 30 and 0 < one.room_bytes < 20 << 30
+        assert one.alias_bytes > 12 << 30
+        assert eight.argument_bytes < one.argument_bytes / 2
+        assert not one.collectives
+        assert eight.collectives == {"all-reduce": 2 * FEW_LAYERS + 1, "all-gather": 1}
+        assert 10 < one.layer_launches["dense"] < 24
+
+
+def test_pages_of_8_bits_take_no_launch_more_and_hold_twice_the_tokens(rows):
+    for name in TELLING:
+        plain = rows[Served(LLAMA), name].figures
+        for kv_dtype in ("int8", "fp8"):
+            figures = rows[Served(LLAMA, 1, NONE, kv_dtype), name].figures
+            assert figures.layer_launches == plain.layer_launches
+            assert figures.alias_bytes == pytest.approx(plain.alias_bytes, rel=0.01)
 
 
 def test_layers_of_each_kind_are_compiled():
@@ -101,15 +109,16 @@ def test_layers_of_each_kind_are_compiled():
 
 def test_quantised_weights_are_read_in_fewer_bytes(rows):
     def weights(kind: str) -> float:
-        return rows[Served(LLAMA, 1, kind), TELLING[0]]["figures"]["weight_bytes"]
+        return rows[Served(LLAMA, 1, kind), TELLING[0]].figures.weight_bytes
 
     vocabulary = 2 * 128_256 * 4096  # of which int8 takes half as well
     assert weights("int8") == weights("w8a8") == pytest.approx(weights(NONE) / 2, rel=1e-3)
     plain = weights(NONE) - 2 * vocabulary
     for kind in ("fp8", "w8a8-fp8"):
         assert weights(kind) - 2 * vocabulary == pytest.approx(plain / 2, rel=1e-3)
-    grouped = plain * (4 + 32 / 128) / 16  # a group of 128 has a scale
-    assert weights("int4") - 2 * vocabulary == pytest.approx(grouped, rel=1e-3)
+    for kind, scale in (("int4", 32 / 128), ("mxfp4", 16 / 32)):  # bits of it over its group
+        grouped = plain * (4 + scale) / 16
+        assert weights(kind) - 2 * vocabulary == pytest.approx(grouped, rel=1e-3)
 
 
 def test_deepseek_v3_fits_on_eight_gpus_in_float8_only():
@@ -140,6 +149,7 @@ def faults() -> dict[str, dict[str, str]]:
     [
         ("not donated", {"state aliased", "no copy of pool size"}, "0.0 MiB aliased of"),
         ("copies the pool", {"no copy of pool size", "temporaries"}, "bf16["),
+        ("copies the scales", {"no copy of pool size"}, "f32["),
         (
             "loops while the device says so",
             {"no control flow decided on the device", "launches"},
@@ -169,17 +179,34 @@ def test_the_unchanged_program_fails_no_check(faults):
     assert faults["none"] == {}
 
 
-def test_a_dying_compiler_is_a_failed_row():
-    died = run("x", [sys.executable, "-c", "import os; os.abort()"])
-    assert not died.passed and "died of SIGABRT" in died.error
-    raised = run("x", [sys.executable, "-c", "raise ValueError('no such tile')"])
-    assert not raised.passed and raised.error == "ValueError: no such tile"
+def as_if_compiled(monkeypatch, scripts: dict[tuple[str, ...], str]) -> None:
+    """In the place of the compiler, what Python does for the programs that are left."""
+    monkeypatch.setattr(
+        cli.Job, "command", lambda self, left: [sys.executable, "-c", scripts[tuple(left)]]
+    )
+
+
+def test_what_a_compiler_dies_of_is_a_failed_row_and_the_next_is_compiled(monkeypatch):
+    first, last = (f"print({json.dumps(Result(name).to_json())!r}, flush=True)" for name in "ad")
+    scripts = {
+        tuple("abcd"): f"{first}; import os; os.abort()",
+        tuple("cd"): "raise ValueError('no such tile')",
+        tuple("d"): last,
+    }
+    as_if_compiled(monkeypatch, scripts)
+    done, died, raised, also = cli.run(cli.Job("h200", Served(LLAMA), 1, tuple("abcd")))
+    assert done == Result("a") and also == Result("d")
+    assert died.program == "b" and "died of SIGABRT" in died.error
+    assert raised.program == "c" and raised.error == "ValueError: no such tile"
+    monkeypatch.setattr(cli, "TIMEOUT", 1)
+    as_if_compiled(monkeypatch, {("a",): "import time; time.sleep(60)"})
+    (hung,) = cli.run(cli.Job("h200", Served(LLAMA), 1, ("a",)))
+    assert hung.error == "the compiler took more than 1 s"
 
 
 def test_a_failed_program_is_named_and_sets_the_exit_status(monkeypatch, capsys):
     found = json.dumps(Result("admit", checks=[Check("device memory", False, "9 of 8")]).to_json())
-    print_it = [sys.executable, "-c", f"print({found!r})"]
-    monkeypatch.setattr(cli.Job, "command", lambda self: print_it)
+    as_if_compiled(monkeypatch, {("admit",): f"print({found!r})"})
     with pytest.raises(typer.Exit) as left:
         cli.main(gpus=[1], program=["admit"])
     assert left.value.exit_code == 1
@@ -247,3 +274,28 @@ def test_hlo_is_read_with_loops_shapes_and_updates_in_place():
     assert module.updates_in_place(scheduled["y"].instruction, 0)
     assert not module.updates_in_place(scheduled["copy.1"].instruction, 0)
     assert scheduled["start"].instruction.operands == ("zero", "x.1")
+
+
+LAYERS = """HloModule m, is_scheduled=true
+
+ENTRY %main (x: bf16[4]) -> bf16[4] {
+  %x = bf16[4]{0} parameter(0)
+  %zeros = (s32[4]{0}, s32[4]{0}) fusion(), kind=kLoop, calls=%z, metadata={op_name="jit(f)/layer0/jit(_layer)/broadcast"}
+  %zero.0 = s32[4]{0} get-tuple-element(%zeros), index=0
+  %zero.1 = s32[4]{0} get-tuple-element(%zeros), index=1
+  %own = bf16[4]{0} fusion(%x), kind=kLoop, calls=%o, metadata={op_name="jit(f)/layer1/jit(_layer)/norm"}
+  %a = bf16[4]{0} fusion(%x, %zero.0), kind=kLoop, calls=%f, metadata={op_name="jit(f)/layer0/jit(_layer)/add"}
+  %b = bf16[4]{0} fusion(%a, %zero.1, %own), kind=kLoop, calls=%f, metadata={op_name="jit(f)/layer1/jit(_layer)/add"}
+  ROOT %c = bf16[4]{0} fusion(%a, %b), kind=kLoop, calls=%f, metadata={op_name="jit(f)/layer2/jit(_layer)/add"}
+}
+"""  # noqa: E501
+
+
+def test_what_is_made_once_for_several_layers_is_of_none():
+    """Unlike what a layer makes and others read, and what a layer makes of nothing for itself."""
+    module = Module(LAYERS)
+    shared = checks._for_several(module)
+    launches = list(filter(checks._launches, module.scheduled()))
+    assert shared == {"zeros"}
+    assert checks._by_layer(launches, shared) == {None: 1, 0: 1, 1: 2, 2: 1}
+    assert checks._by_layer(launches, set()) == {0: 2, 1: 2, 2: 1}

@@ -6,11 +6,15 @@ import dataclasses
 
 import pytest
 from test_gpu_check import require_compiler
+from tiny_engine import TINY
 
+from jaxinfer import startup
 from jaxinfer.gpu_check import kernel_report
 from jaxinfer.gpu_check.cli import RECORDED
 from jaxinfer.gpu_check.kernels import Kernel, cases
 from jaxinfer.gpu_check.target import TARGETS
+from jaxinfer.kv_pool import kv_groups
+from pallas_kernels.dispatch import Device
 from pallas_kernels.paged_attention import choose_body, dispatch
 
 
@@ -64,6 +68,13 @@ def test_the_recorded_table_has_every_kernel():
         (("gpu", "NVIDIA L4", (8, 9), 128, 128, "float8_e4m3fn"), "triton", ""),
         (("gpu", "NVIDIA A100", (8, 0), 128, 128, "float8_e4m3fn"), "reference_static", "newer"),
         (("gpu", "NVIDIA H100", (9, 0), 128, 128, "float32"), "reference_static", "round float32"),
+        (("gpu", "NVIDIA H100", (9, 0), 64, 64, "float16", "float32"), "triton", ""),
+        (("gpu", "NVIDIA H100", (9, 0), 64, 64, "int8", "float16"), "triton", ""),
+        (
+            ("gpu", "NVIDIA H100", (9, 0), 64, 64, "int8", "float32"),
+            "reference_static",
+            "round float32 queries of int8",
+        ),
         (("gpu", "NVIDIA H100", (9, 0), 72, 72, "bfloat16"), "reference_static", "multiples of 16"),
         (("gpu", "Tesla T4", (7, 5), 64, 64, "float16"), "reference_static", "older"),
         (("gpu", "NVIDIA L40S", (8, 9), 64, 64, "bfloat16"), "reference_static", "'NVIDIA L40S'"),
@@ -73,6 +84,30 @@ def test_the_recorded_table_has_every_kernel():
 def test_the_body_follows_from_device_and_features(asked, body, why):
     chosen = choose_body(*asked)
     assert chosen.implementation == body and why in chosen.why and bool(chosen.why) == bool(why)
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "dtype", "attends", "filters"),
+    [
+        ("NVIDIA H200", (9, 0), "bfloat16", "", ""),
+        ("NVIDIA H200", (9, 0), "float32", "round float32 queries", ""),
+        ("Tesla T4", (7, 5), "bfloat16", "older", "older"),
+    ],
+)
+def test_the_start_says_why_where_no_kernel_computes(
+    kind, capability, dtype, attends, filters, caplog
+):
+    device = Device("gpu", kind, capability)
+    groups = kv_groups(dataclasses.replace(TINY, head_dim=64), 4, 16, "int8")
+    for choose, why in (
+        (lambda: startup._attention(device, groups, dtype), attends),
+        (lambda: startup._sampling(device), filters),
+    ):
+        caplog.clear()
+        assert choose() == ("reference_static" if why else "triton")
+        assert [why in r.message and r.levelname == "WARNING" for r in caplog.records] == (
+            [True] if why else []
+        )
 
 
 def test_hopper_has_kernels_of_its_own_for_what_they_take(monkeypatch):

@@ -13,7 +13,7 @@ from jaxinfer.config import MoeConfig
 from jaxinfer.models.moe import route
 from pallas_kernels.grouped_matmul import grouped_matmul
 
-BOTH = pytest.mark.parametrize("implementation", ["segments", "ragged"])
+EACH = pytest.mark.parametrize("implementation", ["segments", "segments_static", "ragged"])
 
 
 def product(x: np.ndarray, weights: np.ndarray, sizes: list[int], implementation: str) -> jax.Array:
@@ -30,7 +30,7 @@ def by_rows(x: np.ndarray, weights: np.ndarray, sizes: np.ndarray) -> np.ndarray
     return out
 
 
-@BOTH
+@EACH
 @settings(max_examples=25, deadline=None)
 @given(sizes=st.lists(st.integers(0, 40), min_size=5, max_size=5), spare=st.integers(0, 3))
 def test_every_division_of_rows(implementation, sizes, spare):
@@ -45,7 +45,7 @@ def test_every_division_of_rows(implementation, sizes, spare):
     np.testing.assert_allclose(found, by_rows(x, weights, sizes), atol=1e-4)
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("sizes", [[1, 0, 0], [0, 0, 3], [3, 0, 0], [1, 1, 1], [0, 2, 0]])
 def test_few_rows(implementation, sizes):
     rng = np.random.default_rng(0)

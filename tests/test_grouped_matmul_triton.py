@@ -62,10 +62,12 @@ def test_every_division_of_rows(sizes, height, monkeypatch):
     close(found, x, weights.astype(np.float64), sizes)
 
 
-@pytest.mark.parametrize("body", ["segments", "ragged", "triton_interpreted"])
+@pytest.mark.parametrize("body", ["segments", "segments_static", "ragged", "triton_interpreted"])
 @pytest.mark.parametrize(
-    "name", ["int8", "int4", "w4a8", "w8a8 of pairs", "float8 in blocks", "w8a8 float8"]
-)
+    "name",
+    ["int8", "int4", "int4 with float zeros", "e2m1", "w4a8", "w8a8 of pairs", "float8 in blocks",
+     "w8a8 float8"],
+)  # fmt: skip
 def test_quantised_experts(name, body):
     kind = KINDS[name]
     weights, dense = random_weight(kind, OUTPUTS, COLUMNS, EXPERTS)
@@ -122,8 +124,8 @@ def test_the_body_follows_from_device_and_features():
         (Device("cpu"), experts(8, jnp.float32), jnp.float32, "segments", ""),
         (H200, experts(256, jnp.bfloat16), jnp.bfloat16, "triton", ""),
         (H200, weights, jnp.bfloat16, "triton", ""),
-        (H200, experts(8, jnp.float32), jnp.float32, "ragged", "round float32"),
-        (H200, experts(8, jnp.float16), jnp.bfloat16, "ragged", "float16 weights"),
+        (H200, experts(8, jnp.float32), jnp.float32, "segments_static", "round float32"),
+        (H200, experts(8, jnp.float16), jnp.bfloat16, "segments_static", "float16 weights"),
     ):
         chosen = choose_body(device, matrices, x_dtype)
         assert chosen.implementation == body and why in chosen.why

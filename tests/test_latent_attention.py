@@ -30,7 +30,7 @@ NONE, PLAIN = MlaConfig(32, 16, 16, 16, None, False), MlaConfig(32, 16, 16, 16, 
 BLOCKS = MlaConfig(32, 16, 16, 32, 64, False)  # of 32 columns
 CASES = {  # the sizes; whether neighbours rotate; devices; whether a prompt's piece is
     # there; the kind of weights
-    "plain": (PLAIN, "neighbours", 1, True),
+    "DeepSeek's heads": (MlaConfig(512, 128, 64, 128, 64, False), "neighbours", 1, True),
     "two devices": (PLAIN, "neighbours", 2, True),
     "no latent of queries, halves": (NONE, "halves", 1, False),
     "blocks of float8": (BLOCKS, "neighbours", 1, True, "fp8-block"),

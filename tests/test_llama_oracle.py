@@ -164,8 +164,9 @@ def test_blocks_are_kept_as_they_are_stored(tmp_path: Path, name: str) -> None:
     flat = {n: v.astype(np.float32) for n, v in weights().items()}
     flat["model.layers.0.mlp.down_proj.weight"][3] = 0.25  # a block of one number
     path = write_gguf(tmp_path / "tiny.gguf", quantisation=kind, tensors=flat)
-    kept, plain = load_model(path), load_model(path, quantization="none")
-    assert kept.quantization == ("int8" if name == "Q8_0" else "int4")
+    stored = "int8" if name == "Q8_0" else "int4"
+    kept, plain = load_model(path, quantization=stored), load_model(path, quantization="none")
+    assert kept.quantization == stored and load_model(path).quantization == "none", "on a CPU"
     assert plain.quantization == "none"
     qkv = kept.params["layers"][0]["qkv"]
     assert qkv.layout.group == 32 and kept.params["head"].layout.group == 32
@@ -173,9 +174,13 @@ def test_blocks_are_kept_as_they_are_stored(tmp_path: Path, name: str) -> None:
     found = dense_logits(kept.config, kept.params, tokens)
     wanted = dense_logits(plain.config, plain.params, tokens)
     assert difference(found, wanted) < 1e-5
-    restored = load_model(convert(path, tmp_path / "orbax"))
+    target = convert(path, tmp_path / "orbax")
+    restored = load_model(target, quantization=stored)
     for one, two in zip(jax.tree.leaves(restored.params), jax.tree.leaves(kept.params)):
         np.testing.assert_array_equal(one, two)
+    restored = load_model(target)  # as numbers
+    for one, two in zip(jax.tree.leaves(restored.params), jax.tree.leaves(plain.params)):
+        np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("variant", ["llama3", "tied"])

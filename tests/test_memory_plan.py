@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxinfer import memory_plan
 from jaxinfer.config import EngineConfig, LayerKind, ModelConfig
 from jaxinfer.kv_pool import host_pages_for, kv_groups, least_pages, pages_for, pages_that_fit
-from jaxinfer.memory_plan import CPU_POOL_BYTES, MemoryPlanError, plan_memory, workspace_bytes
+from jaxinfer.memory_plan import (
+    CPU_POOL_BYTES,
+    MemoryPlanError,
+    plan_memory,
+    state_bytes,
+    workspace_bytes,
+)
 from jaxinfer.page_transfer import BATCH, MOST_BATCHES
 from jaxinfer.platform import allocator_fraction
 from jaxinfer.sizes import seconds_text, size_text
+from jaxinfer.startup import has_room
 from jaxinfer.step_plan import chunk_pages
 
 GIB = 1 << 30
@@ -143,6 +151,7 @@ def at_once(groups, pages, length: int) -> float:
     windows=st.sampled_from([(1024,), (128,), (4096, 512)]),
     slots=st.sampled_from([4, 256]),
 )
+@example(pool=8 << 30, lengths=(1 << 14, 1 << 14), windows=(4096, 512), slots=4)
 def test_of_any_length_at_least_half_as_many_fit_as_in_a_pool_divided_for_it(
     pool, lengths, windows, slots
 ):
@@ -158,6 +167,13 @@ def test_of_any_length_at_least_half_as_many_fit_as_in_a_pool_divided_for_it(
         best = (pool - of_one) / sum(group.pages_of(length) * group.page_bytes for group in groups)
         rounded = min((count - 18) / count for count in pages)
         assert at_once(groups, pages, length) >= min(slots, rounded * best / 2)
+    host = host_pages_for(groups, pool, longest)
+    assert sum(count * group.page_bytes for count, group in zip(host, groups)) <= pool
+    of_one = sum(group.page_bytes for group in groups)
+    best = (pool - of_one) / sum(group.pages_of(length) * group.page_bytes for group in groups)
+    assert at_once(groups, host, length) >= best / 2, "of those that were preempted, too"
+    assert host_pages_for(groups, of_one - 1, longest) == (0,) * len(groups)
+    assert host_pages_for(groups, of_one, longest) == (1,) * len(groups)
 
 
 def test_what_a_group_cannot_use_is_left_to_the_others():
@@ -190,6 +206,21 @@ def test_windows_are_counted_in_what_is_promised():
         )
 
 
+def test_room_for_weights_that_are_not_loaded_yet_is_what_a_host_has_beside_the_smallest_pool(
+    monkeypatch,
+):
+    virtual = types.SimpleNamespace(total=64 * GIB, available=20 * GIB)
+    monkeypatch.setattr(memory_plan.psutil, "virtual_memory", lambda: virtual)
+    (least,) = least_pages(kv_groups(MODEL, 1, 64, "bfloat16"), 4096, 512)
+    config = dataclasses.replace(CONFIG, dtype="bfloat16")
+    beside = least * PAGE_BYTES // 2 + state_bytes(MODEL, config, 4096)
+    beside += workspace_bytes(MODEL, config, 2)
+    assert has_room(CONFIG, MODEL, "bfloat16", 20 * GIB - beside)
+    assert not has_room(CONFIG, MODEL, "bfloat16", 20 * GIB - beside + 1)
+    virtual.available = 64 * GIB
+    assert not has_room(CONFIG, MODEL, "bfloat16", int(0.9 * 64 * GIB)), "of all memory 0.9"
+
+
 def test_a_little_more_or_less_free_memory_gives_the_same_pool():
     """The page count is part of every program's shape, and so of what is cached."""
     many = dataclasses.replace(CONFIG, max_num_seqs=1000)
@@ -211,6 +242,23 @@ def test_tensor_parallel_devices_share_the_pool():
     assert group.num_pages == 400 and memory.pool_bytes == 200 * PAGE_BYTES
 
 
+@pytest.mark.parametrize(
+    ("ways", "layers", "cut"), [(1, 16, True), (2, 16, True), (2, 32, False), (1, 8, False)]
+)
+def test_of_pages_in_8_bits_there_are_as_many_as_kernels_reach(ways, layers, cut):
+    """Of 80 GiB a layer's keys would take 4.8, 2.4 or 1.2 GiB of a device: those of 2.4 are cut."""
+    model = dataclasses.replace(MODEL, num_layers=layers)
+    asked = {"max_num_seqs": 10_000, "kv_dtype": "int8", "kv_pool_bytes": 80 * GIB}
+    config = dataclasses.replace(CONFIG, **asked, tensor_parallel_size=ways)
+    memory, (group,) = plan_memory(model, config, 4096, GIB, 10 << 20, device("gpu", 180 * GIB))
+    text = "\n".join(memory.lines((group,), 4096))
+    of_layer = math.prod(group.layer_shape) // ways
+    assert cut == (of_layer == 2 * GIB) == ("kernels reach 2.00 GiB" in text)
+    assert memory.pool_bytes == group.num_pages * group.page_bytes // ways
+    would_fit = memory.pool_bytes + memory.unreached_bytes
+    assert 80 * GIB - 17 * group.page_bytes < would_fit <= 80 * GIB
+
+
 def test_offloading_takes_host_memory_and_room_for_pages_on_their_way(monkeypatch):
     virtual = types.SimpleNamespace(total=256 * GIB, available=100 * GIB)
     monkeypatch.setattr(memory_plan.psutil, "virtual_memory", lambda: virtual)
@@ -218,7 +266,7 @@ def test_offloading_takes_host_memory_and_room_for_pages_on_their_way(monkeypatc
     plain, (fewer,) = plan(dataclasses.replace(offload, kv_offload_bytes=0))
     memory, (group,) = plan(offload)
     assert (plain.host_bytes, plain.transfer_bytes) == (0, 0)
-    assert memory.host_bytes == host_pages_for((group,), 30 * GIB)[0] * PAGE_BYTES == 30 * GIB
+    assert memory.host_bytes == host_pages_for((group,), 30 * GIB, 8192)[0] * PAGE_BYTES == 30 * GIB
     assert memory.transfer_bytes == 2 * MOST_BATCHES * BATCH * PAGE_BYTES
     assert memory.workspace_bytes >= 2 * BATCH * PAGE_BYTES, "the temporaries of one program"
     taken = (fewer.num_pages - group.num_pages) * PAGE_BYTES

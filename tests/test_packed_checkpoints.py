@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def quantised(params: Any) -> dict[str, Quantised]:
 def test_kept_as_stored_it_computes_what_it_stands_for(way, tmp_path):
     kind = packs.EVERY[way][2]
     folder = folder_of(tmp_path, way)
-    model = load_model(folder, dtype="float32")
+    model = load_model(folder, dtype="float32", quantization=kind)
     assert model.quantization == kind
     kept = quantised(model.params)
     assert len(kept) == 8, "all projections of both layers, and no more"
@@ -82,10 +83,10 @@ def test_numbers_are_those_it_stands_for(way, tmp_path):
 
 @pytest.mark.parametrize("way", ["gptq act-order", "int4 asym", "fp8 static", "w8a8"])
 def test_our_folder_restores_it_as_it_was_kept(way, tmp_path):
-    folder = folder_of(tmp_path, way)
-    direct = load_model(folder, dtype="float32")
+    folder, kind = folder_of(tmp_path, way), packs.EVERY[way][2]
+    direct = load_model(folder, dtype="float32", quantization=kind)
     target = convert(folder, tmp_path / "orbax", "float32")
-    restored = load_model(target)
+    restored = load_model(target, quantization=kind)
     assert restored.quantization == direct.quantization
     assert jax.tree.structure(restored.params) == jax.tree.structure(direct.params)
     for one, other in zip(jax.tree.leaves(restored.params), jax.tree.leaves(direct.params)):
@@ -99,11 +100,49 @@ def test_our_folder_restores_it_as_it_was_kept(way, tmp_path):
 @pytest.mark.parametrize("way", ["awq", "fp8 blocks", "w8a16"])
 def test_fused_projections_and_experts_keep_each_parts_scales(way, family, tmp_path):
     folder = folder_of(tmp_path, way, family)
-    model = load_model(folder, dtype="float32")
+    model = load_model(folder, dtype="float32", quantization=packs.EVERY[way][2])
     kept = quantised(model.params)
     assert any("gate_up" in name for name in kept) and any("qkv" in name for name in kept)
     plain = load_model(tmp_path / "plain", dtype="float32")
     assert apart(logits(model, family), logits(plain, family)) < 1e-5
+    restored = load_model(convert(folder, tmp_path / "orbax", "float32"))
+    assert not quantised(restored.params)
+    for (name, one), other in zip(named_leaves(restored.params), jax.tree.leaves(plain.params)):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("way", ["awq", "w8a8", "w8a16", "fp8 blocks"])
+@pytest.mark.parametrize("ours", [False, True])
+def test_on_a_cpu_numbers_are_made_once_where_every_step_would_make_them(
+    ours, way, tmp_path, caplog
+):
+    """Integers that are multiplied stay as they are, whatever the file; the rest if there is no
+    room for numbers, or if their kind is asked for."""
+    folder, kind = folder_of(tmp_path, way), packs.EVERY[way][2]
+    if ours:
+        folder = convert(folder, tmp_path / "orbax", "float32")
+    made = way != "w8a8"
+    info = inspect_checkpoint(folder)
+    assert info.quantization == kind and (info.on_cpus is not None) == made
+    seen: list[int] = []
+
+    def fits(model: Any, dtype: str, size: int) -> bool:
+        seen.append(size)
+        return not full
+
+    for full in (False, True):
+        with caplog.at_level(logging.INFO, logger="jaxinfer"):
+            caplog.clear()
+            model = load_model(folder, fits=fits)
+        assert model.quantization == ("none" if made and not full else kind)
+        assert len(quantised(model.params)) == (0 if made and not full else 8)
+        assert (f"--quantization {kind}" in caplog.text) == (made and not full)
+        assert ("not enough memory" in caplog.text) == (made and full)
+    if made:
+        assert info.on_cpus is not None and set(seen) == {info.on_cpus[0]}
+    full = False
+    auto = load_model(folder, fits=fits, quantization="auto")
+    assert auto.quantization == ("w8a8-hl" if made else kind)
 
 
 def test_columns_in_other_orders_are_made_numbers_of(tmp_path, caplog):
@@ -114,7 +153,7 @@ def test_columns_in_other_orders_are_made_numbers_of(tmp_path, caplog):
     held[name] = held[name][::-1].copy()
     save_file(held, folder / "model.safetensors")
     with caplog.at_level(logging.INFO, logger="jaxinfer"):
-        model = load_model(folder, dtype="float32")
+        model = load_model(folder, dtype="float32", quantization="int4")
     assert len(quantised(model.params)) == 7
     assert "weights as numbers: 3 matrices" in caplog.text  # with the embedding and the head
     assert "weights as stored: 7 matrices, int4, groups of 16" in caplog.text
@@ -135,7 +174,7 @@ def test_modules_that_are_left_out_stay_numbers(tmp_path):
         tmp_path, pack, config | {"ignore": ["lm_head", left]},
         chosen=lambda n: packs.is_projection(n) and "layers.0.mlp.down" not in n,
     )  # fmt: skip
-    model = load_model(folder, dtype="float32")
+    model = load_model(folder, dtype="float32", quantization="int8")
     assert len(quantised(model.params)) == 7
     assert model.params["layers"][0]["down"].dtype == np.float32
 
@@ -192,11 +231,13 @@ def cut(suffix: str) -> Any:
     ],
 )  # fmt: skip
 def test_defects_are_named(way, change, words, tmp_path):
-    pack, config, _ = packs.EVERY[way]
+    pack, config, kind = packs.EVERY[way]
     folder = packs.packed_folder(tmp_path, pack, config, change=change)
     with pytest.raises(CheckpointError) as caught:
-        load_model(folder, dtype="float32")
+        load_model(folder, dtype="float32", quantization=kind)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+    with pytest.raises(CheckpointError, match=re.escape(Q)):  # as numbers too
+        load_model(folder, dtype="float32")
 
 
 def config_with(folder: Path, **changes: Any) -> Path:

@@ -247,10 +247,10 @@ def test_what_is_chosen():
     assert choose(None, "none", "cpu") == choose("none", "none", "cuda") == "none"
     assert choose(None, "w8a8", "cpu") == choose("auto", "w8a8", "cpu") == "w8a8"
     assert choose("auto", "none", "cpu") == "w8a8-hl" and choose("auto", "none", "cuda") == "none"
-    assert choose("int8", "w8a8", "cpu") == "int8"
+    assert choose("int8", "w8a8", "cpu") == "int8" and choose("none", "w8a8", "cpu") == "none"
     for asked, stored, platform, problem in (
-        ("w16a16", "w8a8", "cpu", "stored as w8a8, which can be served as int8 or w8a8 or w8a8-hl"),
-        ("none", "w16a16", "cpu", "take the original checkpoint"),
+        ("w16a16", "w8a8", "cpu", "as w8a8, which can be served as int8, w8a8, w8a8-hl or none"),
+        ("w8a8", "w16a16", "cpu", "take the original checkpoint"),
         ("w8a8-hl", "none", "cuda", "served on cpu only so far, not on cuda"),
         ("int8", "none", "tpu", "served on cpu, cuda only so far, not on tpu"),
         ("awq", "none", "cpu", "quantization is 'awq'; choose none, auto, int8"),

@@ -58,9 +58,20 @@ def test_what_was_saved_is_what_loading_would_make(kind, dtype, tmp_path):
     source = hf_folder(tmp_path / "hf", "llama3")
     direct = load_model(source, dtype=dtype, quantization=kind)
     target = convert(source, tmp_path / "orbax", dtype, quantization=kind)
-    restored = load_model(target)
+    restored = load_model(target, quantization=kind)
     assert (restored.quantization, restored.dtype) == (direct.quantization, dtype) == (kind, dtype)
     same(restored.params, direct.params)
+    made = kind in ("int8", "int4", "mxfp4", "fp8", "fp8-block", "w8a8-fp8")  # on a CPU
+    assert load_model(target).quantization == ("none" if made else kind)
+    numbers = leaves(load_model(target, quantization="none").params)
+    original = leaves(load_model(source, dtype=dtype).params)
+    assert numbers.keys() == original.keys()
+    bound = 0.3 if kind.startswith(("int4", "mxfp4")) else 0.07 if "fp8" in kind else 0.02
+    for name, array in numbers.items():
+        assert array.dtype == original[name].dtype == dtype, name
+        wanted = np.asarray(original[name], np.float32)
+        most = np.abs(wanted).max()
+        np.testing.assert_allclose(np.asarray(array, np.float32), wanted, atol=bound * most)
     plain = load_model(convert(source, tmp_path / "plain", dtype), quantization=kind)
     same(plain.params, direct.params)
 
@@ -80,9 +91,8 @@ def test_what_is_stored_alike_can_be_served_and_nothing_else(tmp_path):
     other = load_model(target, quantization="w8a8-hl")
     same(other.params, load_model(tmp_path / "hf", dtype="float32", quantization="w8a8-hl").params)
     assert load_model(target, quantization="auto").quantization == "w8a8"
-    for kind in ("w16a16", "none"):
-        with pytest.raises(CheckpointError, match="stored as w8a8, which can be served as int8"):
-            load_model(target, quantization=kind)
+    with pytest.raises(CheckpointError, match="stored as w8a8, which can be served as int8"):
+        load_model(target, quantization="w16a16")
     with pytest.raises(CheckpointError, match="quantization is 'awq'; choose none"):
         load_model(target, quantization="awq")
 
@@ -141,7 +151,7 @@ def test_the_command_converts(tmp_path):
         app, ["convert", str(source), str(target), "--quantization", "int8"]
     )
     assert result.exit_code == 0, result.output
-    assert load_model(target).quantization == "int8"
+    assert inspect_checkpoint(target).quantization == "int8"
     result = CliRunner().invoke(
         app, ["convert", str(source), str(tmp_path / "p"), "--quantization", "int5"]
     )

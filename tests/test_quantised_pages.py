@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention import paged_attention, paged_prefill, write_kv
+from pallas_kernels.paged_attention import (
+    paged_attention,
+    paged_prefill,
+    rotate_and_write,
+    write_kv,
+)
 from pallas_kernels.paged_attention.quantised import as_numbers, largest, quantise
 
 BODIES = ("reference", "reference_static", "triton_interpreted")
@@ -146,6 +152,34 @@ def test_arrays_that_do_not_go_together_are_refused():
         attend(q, pool, None, table, lens, value_dim=8, k_scale=scale, v_scale=scale)
     with pytest.raises(ValueError, match="either v_pool or the value_dim"):
         attend(q, pool, None, table, lens)
+
+
+@pytest.mark.parametrize("body", [paged_attention, rotate_and_write])
+def test_pages_that_kernels_would_not_find_are_refused(body):
+    """Offsets of 32 bits are signed; into arrays of more than 4 GiB they have 64."""
+    struct, heads = jax.ShapeDtypeStruct, (8, 64, 128)
+
+    def trace(pages: int, dtype: str) -> None:
+        pool = struct((pages, *heads), dtype)
+        scales = (struct((pages, *heads[:2]), jnp.float32),) * 2 * (dtype == "int8")
+        q, ids = struct((1, 8, 1, 128), jnp.float32), struct((1,), jnp.int32)
+        how: dict = {"implementation": "triton_interpreted"}
+        if body is paged_attention:
+            named = dict(zip(("k_scale", "v_scale"), scales))
+            run = functools.partial(body, scale=1.0, **how)
+            jax.eval_shape(run, q, pool, pool, struct((1, 4), jnp.int32), ids, **named)
+        else:
+            token, angle = struct((1, 8, 128), jnp.float32), struct((1, 64), jnp.float32)
+            run = functools.partial(body, pairs="halves", **how)
+            pools = (pool, pool, *scales)
+            jax.eval_shape(run, q, token, token, (angle, angle), pools, ids, ids)
+
+    most = 2**31 // math.prod(heads)
+    for pages, dtype in ((most, "int8"), (2 * most + 1, "int8"), (most, "bfloat16")):
+        trace(pages, dtype)
+    for pages in (most + 1, 2 * most):
+        with pytest.raises(ValueError, match=f"all of {pages} pages of int8 .* take {most} pages"):
+            trace(pages, "int8")
 
 
 def test_float8_as_its_bits_is_read_and_written_as_float8():

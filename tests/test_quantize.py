@@ -142,7 +142,8 @@ TEXTS = ["the thin then in the a " * 30, "in a then the thing there " * 30]
 
 
 def leaves(path: Path) -> dict[str, np.ndarray]:
-    return {n: np.asarray(array) for n, array in named_leaves(load_model(path).params)}
+    params = load_model(path, quantization="int4").params
+    return {n: np.asarray(array) for n, array in named_leaves(params)}
 
 
 @pytest.mark.parametrize("method", ["rtn", "awq", "gptq"])
@@ -151,8 +152,9 @@ def test_what_is_made_is_served(method, bits, tmp_path):
     source = hf_folder(tmp_path / "hf")
     settings = Settings(method, bits, 16)
     target = quantise_checkpoint(source, tmp_path / "q", settings, TEXTS)
-    model = load_model(target)
-    assert model.quantization == ("int4" if bits == 4 else "int8")
+    kind = "int4" if bits == 4 else "int8"
+    model = load_model(target, quantization=kind)
+    assert model.quantization == kind
     qkv = model.params["layers"][0]["qkv"]
     assert qkv.layout.bits == bits and qkv.layout.group == 16
     assert not (tmp_path / ".q.quantize").exists()
@@ -166,12 +168,12 @@ def test_what_is_made_is_served(method, bits, tmp_path):
 def test_an_engine_serves_what_was_made(tmp_path):
     """XLA makes numbers of its vocabulary too, which is in 8 bits: that is planned for."""
     target = quantise_checkpoint(hf_folder(tmp_path / "hf"), tmp_path / "q", Settings("rtn", 4, 16))
-    model, tokens = load_model(target), list(range(5, 25))
+    model, tokens = load_model(target, quantization="int4"), list(range(5, 25))
     embed = model.params["embed"]
     assert largest_made({"embed": embed}) == 2 * math.prod(embed.shape), "bfloat16"
     llm = LLM(
         str(target), max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16, page_size=8,
-        kv_pool_bytes=1 << 20,
+        kv_pool_bytes=1 << 20, quantization="int4",
     )  # fmt: skip
     greedy = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
     (answer,) = llm.generate([tokens], greedy)
@@ -205,7 +207,8 @@ def test_a_run_that_was_killed_goes_on(tmp_path):
 def test_experts_are_made_too(tmp_path):
     source = family_folder(tmp_path / "hf", "qwen3_moe")
     target = quantise_checkpoint(source, tmp_path / "q", Settings("gptq", 4, 16), TEXTS)
-    experts = load_model(target).params["layers"][1]["experts_gate_up"]
+    params = load_model(target, quantization="int4").params
+    experts = params["layers"][1]["experts_gate_up"]
     assert experts.layout.bits == 4 and experts.scales.shape[0] == 8
 
 

@@ -21,10 +21,10 @@ CASES = {
     "3 queries a key": (64, 3, 64, "halves", "bfloat16", "bfloat16"),
     "head of 80, part of it": (80, 1, 32, "halves", "float32", "float32"),
     "head of 96": (96, 4, 96, "halves", "float32", "float16"),
-    "neighbours": (32, 5, 16, "neighbours", "float32", "bfloat16"),
-    "int8": (32, 2, 32, "halves", "float32", "int8"),
+    "neighbours": (256, 5, 16, "neighbours", "float32", "bfloat16"),
+    "int8": (128, 2, 128, "halves", "float32", "int8"),
     "int8 of a head of 80": (80, 1, 80, "neighbours", "bfloat16", "int8"),
-    "float8": (32, 2, 16, "halves", "float32", "float8_e4m3fn"),
+    "float8": (192, 2, 16, "halves", "float32", "float8_e4m3fn"),
 }
 BODIES = ("reference", "triton_interpreted")
 EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -117,17 +117,20 @@ def test_the_kernel_says_what_plain_jax_says(case):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("pages", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("pages", ["float32", "float16", "int8", "float8_e4m3fn"])
 def test_what_is_not_finite_reaches_the_key_alone(bad, pages):
+    """The key's scale in pages of 8 bits, also where it is the key that is not finite."""
     case = (16, 2, 16, "halves", "float32", pages)
     q, k, v, *rest = setup(case)
-    v = v.at[1, 1, 5].set(bad)
+    v, in_8_bits = v.at[1, 1, 5].set(bad), len(rest[1]) == 4
+    k = k.at[5, 0, 3].set(bad) if in_8_bits else k
     arguments = (q, k, v.at[3, 0, 2].set(1e6) if pages == "float16" else v, *rest)
     by_body = [call(case, arguments, body)[1] for body in BODIES]
     poisoned = {(1, 1, 2)} | ({(3, 0, 15)} if pages == "float16" else set())
+    poisoned |= {(5, 0, 1)} if in_8_bits else set()
     for after in by_body:
-        says = np.isnan(np.asarray(after[2] if pages == "int8" else after[0], np.float32))
-        says = says if pages == "int8" else says.any(-1)
+        says = np.isnan(np.asarray(after[2] if in_8_bits else after[0], np.float32))
+        says = says if in_8_bits else says.any(-1)
         assert {tuple(map(int, place)) for place in np.argwhere(says)} == poisoned
         assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in after[1::2])
 

@@ -61,7 +61,7 @@ def check(body: str, logits: np.ndarray, options: list[tuple]) -> None:
 
 
 OPTIONS = st.tuples(
-    st.sampled_from([0.0, 1e-9, 0.1, 0.7, 1.0, 5.0]),
+    st.sampled_from([0.0, 1e-12, 0.1, 0.7, 1.0, 5.0]),
     st.sampled_from([0.0, 0.0, 1e-4, 0.05, 0.3, 1.0]),
     st.sampled_from([0, 1, 2, 10, 50, 299, 300, 2000]),
     st.sampled_from([1.0, 1 - 2**-20, 0.99, 0.9, 0.5, 1e-3, 1e-40]),
@@ -73,13 +73,16 @@ OPTIONS = st.tuples(
 @given(
     options=st.lists(OPTIONS, min_size=8, max_size=8),
     seed=st.integers(0, 1000),
-    steps=st.sampled_from([0.5, 4, 1e6]),
+    steps=st.sampled_from([0.01, 0.5, 4, 1e6]),
+    ruled_out=st.sampled_from([0, 0.1, 0.995]),
 )
-def test_any_filters_keep_what_sorting_keeps(body, options, seed, steps):
-    """With many ties, some, and none; some tokens are ruled out by the model."""
+def test_any_filters_keep_what_sorting_keeps(body, options, seed, steps, ruled_out):
+    """With nothing but ties, many, some, and none; tokens may be ruled out by the model, in some
+    rows all but a few."""
     rng = np.random.default_rng(seed)
     logits = np.round(rng.normal(scale=3, size=(8, 300)) * steps) / steps
-    logits[rng.random(logits.shape) < 0.1] = -np.inf
+    logits[rng.random(logits.shape) < ruled_out] = -np.inf
+    logits[:, 7] = np.maximum(logits[:, 7], -9)  # one is always there
     check(body, logits.astype(np.float32), options)
 
 
@@ -107,6 +110,14 @@ def test_ties_at_a_threshold_all_stay(body):
         (1, 0.6, 0, 1),
     ]
     assert kept(body, logits, options).sum(1).tolist() == [3, 7, 3, 7, 7]
+
+
+@EACH
+def test_a_top_k_about_as_large_as_the_vocabulary(body):
+    logits = np.random.default_rng(5).permuted(np.tile(np.arange(300.0), (8, 1)), axis=1)
+    sizes = [1, 2, 298, 299, 300, 301, 2**31 - 1, 0]
+    found = kept(body, logits.astype(np.float32), [(1, 0, top_k, 1) for top_k in sizes])
+    assert found.sum(1).tolist() == [1, 2, 298, 299, 300, 300, 300, 300]
 
 
 @EACH

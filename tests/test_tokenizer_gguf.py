@@ -91,6 +91,15 @@ CUTS = [  # text, and its pieces by name; worked out by hand from the patterns
     ("x!\n\n", {"seed-coder": "x|!|\n\n", "bailingmoe llada-moe": "x|!\n\n"}),
     ("\n\n\n", {"bailingmoe": "\n\n\n", "qwen2": "\n\n\n"}),
     ("it's", {"bailingmoe": "it|'s"}),
+    ("東京です", {"kimi-k2": "東京|です", "gpt-4o": "東京です", "youtu": "東京です"}),
+    ("aB東京c1234", {"kimi-k2": "a|B|東京|c|123|4", "youtu": "a|B|東京|c|1|2|3|4"}),
+    ("々〇 々", {"kimi-k2": "々〇| |々"}),
+    ("x/\n//\n", {"kimi-k2": "x|/\n|//\n", "gpt-4o youtu": "x|/\n//\n"}),
+    ("DON'Té", {"kimi-k2": "DON'T|é", "ufakzeka": "DON|'Té"}),
+    ("한국어ㄱㅏx…a", {"youtu": "한국어ㄱㅏ|x|…|a"}),
+    ("a 12", {"spark2_5": "a| |1|2", "hy_v4": "a| |12"}),
+    ("x!\n\n", {"spark2_5": "x|!|\n|\n", "hy_v4": "x|!\n\n"}),
+    ("a 1234567 12", {"superbpe": "a |1|234|567| |12", "hy_v4": "a| |123|456|7| |12"}),
 ]
 
 
@@ -224,7 +233,7 @@ def test_sentencepiece_without_a_leading_space() -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        (byte_level("kimi-k2"), r"tokenizer\.ggml\.pre = 'kimi-k2' is not.*known: .*llama-bpe"),
+        (byte_level("afmoe"), r"tokenizer\.ggml\.pre = 'afmoe' is not.*known: .*llama-bpe"),
         (byte_level("llama-bpe", model="t5"), r"tokenizer\.ggml\.model = 't5'"),
         (
             byte_level("gpt-2", pre=None),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fakes import GREEDY, Harness, scheduler_limits
+from fakes import GREEDY, POISON, Harness, scheduler_limits
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxinfer.policy import SchedulerPolicy
-from jaxinfer.request import Request, Scheduling
+from jaxinfer.request import FinishReason, Request, Scheduling
 from jaxinfer.scheduler import Scheduler
 from jaxinfer.sequence import Sequence
 from jaxinfer.step_plan import MAX_PIECES, chunk_pages
@@ -193,6 +193,17 @@ def test_a_prompt_that_was_passed_by_its_window_is_found_by_its_end():
     assert found.pages[1][: 276 // 4 - 2] == [0] * (276 // 4 - 2) and len(found.pages[0]) == 70
     run.drain()
     assert run.outputs[again][:1] == run.outputs[first]
+
+
+@BOTH_LOOPS
+@pytest.mark.parametrize("windows", [(9,), (None, 9)])
+def test_of_a_prompt_that_failed_nothing_is_found_not_even_what_was_passed(windows, overlap):
+    pages = tuple(WHOLE if window is None else 40 for window in windows)
+    run = Harness(scheduler_limits(4, 16, 4, pages, windows), LONG, overlap, SchedulerPolicy())
+    failed = run.submit([*prompt(1, 200), POISON], 4)
+    run.drain()
+    assert run.ends[failed] == FinishReason.ERROR
+    assert [allocator.num_cached for allocator in run.scheduler.allocators] == [0] * len(windows)
 
 
 @BOTH_LOOPS

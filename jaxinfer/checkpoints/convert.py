@@ -11,8 +11,9 @@ import jax
 
 from jaxinfer.checkpoints import orbax_io
 from jaxinfer.checkpoints.errors import CheckpointError
-from jaxinfer.checkpoints.load import check_dtype, chosen_storage, open_source, resolve_model
+from jaxinfer.checkpoints.load import check_dtype, open_source, resolve_model
 from jaxinfer.checkpoints.source import Progress, load_params
+from jaxinfer.checkpoints.storage import chosen_storage, log_kept
 from jaxinfer.generation import TextOptions
 from jaxinfer.models import family_of
 from jaxinfer.params import ParamSpec, named_leaves, param_bytes
@@ -48,6 +49,7 @@ def convert(
     kind = check_dtype(dtype or source.dtype)
     # A file is not bound to a device.
     quantization, layouts = chosen_storage(source, quantization, "cpu")
+    log_kept(source, layouts)
     plain = family_of(source.config.family).param_specs(source.config)
     specs = quantised_specs(plain, quantization, kind, layouts)
     _check_space(dst, param_bytes(specs, kind))

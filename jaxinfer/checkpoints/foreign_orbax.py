@@ -23,6 +23,7 @@ from jaxinfer.config import DTYPES, ModelConfig
 from jaxinfer.json_files import read_object
 from jaxinfer.models import family_of
 from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.tokenizer_files import MissingTokenizerError
 
 METADATA, CONFIG = "_METADATA", "config.json"
 _ITEMS = ("items", "default", "state", "params", "model", "model_params")
@@ -119,15 +120,18 @@ def open_foreign(path: Path, config_file: Path | None = None) -> Source:
         raise CheckpointError(f"{path}: no Orbax tree ({METADATA}) in it")
     config_file = config_file or _beside(path, folder)
     _, config, eos_ids = read_hf_config(config_file)
+    tokenizer, missing = None, ""
     try:
         tokenizer = Tokenizer.from_folder(config_file.parent, eos_ids)
+    except MissingTokenizerError as error:
+        missing = str(error)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     tree = _open_tree(folder)
     layout = _layout(tree, config)
     tensors = ForeignTensors(tree, layout, config)
     description = f"Orbax checkpoint {folder} of {layout.title}"
-    return Source(description, config, _natural_dtype(tree), tensors, tokenizer)
+    return Source(description, config, _natural_dtype(tree), tensors, tokenizer, missing)
 
 
 def _beside(path: Path, folder: Path) -> Path:

@@ -38,23 +38,35 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _HAN = "[一-龥\u3040-\u30ff]+"  # and kana
 
 
-def _cased(ending: str, digits: str) -> str:
+def _cased(
+    ending: str, digits: str, upper: str = _UPPER, lower: str = _LOWER, after_marks: str = r"\r\n/"
+) -> str:
     """Words that begin at a change of case, as in GPT-4o's and Mistral's Tekken vocabularies."""
     first = r"[^\r\n\p{L}\p{N}]?"
     return (
-        rf"{first}{_UPPER}*{_LOWER}+{ending}|{first}{_UPPER}+{_LOWER}*{ending}|{digits}"
-        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+        rf"{first}{upper}*{lower}+{ending}|{first}{upper}+{lower}*{ending}|{digits}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[{after_marks}]*|{_SPACES}"
     )
 
 
 _LLAMA3_WORDS = "|".join((_FOLDED, _WORD, r"\p{N}{1,3}", _MARKS, _SPACES))
 _GPT4O_WORDS = _cased(_FOLDED + "?", r"\p{N}{1,3}")
+_KIMI_WORDS = r"\p{Han}+|" + _cased(
+    _FOLDED + "?",
+    r"\p{N}{1,3}",
+    rf"[{_UPPER}&&[^\p{{Han}}]]",
+    rf"[{_LOWER}&&[^\p{{Han}}]]",
+    r"\r\n",
+)
+_DEEPSEEK3_WORDS = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+)
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
     _HAN,
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+    rf"{_DEEPSEEK3_WORDS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
 )
+_LINE_ENDS_APART = rf"{_DEEPSEEK3_WORDS}| ?[\p{{P}}\p{{S}}]+|[\r\n]|\s+(?!\S)|\s+"
 _BLOOM_WORDS = r" ?[^(\s|.,!?…。，、।۔،)]+"
 # The cased letters of Unicode, as DeepSeek's first tokenizers list them. Those that Unicode
 # normalization would change are escaped.
@@ -123,7 +135,21 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         )
     ),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _WIDE, r"\p{N}")),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), PreTokenizer(_DEEPSEEK3)),
+    **dict.fromkeys(
+        ("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), PreTokenizer(_DEEPSEEK3)
+    ),
+    "spark2_5": PreTokenizer((*_DEEPSEEK3[:2], _LINE_ENDS_APART, r"\p{N}")),
+    "kimi-k2": PreTokenizer((_KIMI_WORDS,)),
+    "youtu": PreTokenizer(
+        (
+            f"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|{_HAN}",
+            _cased(_FOLDED + "?", r"\p{N}"),
+        ),
+        whole_words=True,
+    ),
+    # Turkish endings stay with their apostrophe.
+    "ufakzeka": PreTokenizer(("|".join((_WORD, r"\p{N}", _MARKS, _SPACES)),)),
+    "superbpe": PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
     "falcon": PreTokenizer((r"[\p{P}$+<=>^~|`]+", GPT2_WORDS, r"[0-9][0-9][0-9]")),
     **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), _BLOOM),
     "viking": PreTokenizer((_BLOOM_WORDS, r"\p{N}")),

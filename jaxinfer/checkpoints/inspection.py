@@ -18,20 +18,26 @@ from jaxinfer.checkpoints import orbax_io
 from jaxinfer.checkpoints.device_fit import device_fit, not_known
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.load import (
-    chosen_kind,
-    chosen_storage,
+    check_dtype,
     open_model_folder,
     open_source,
     resolve_model,
 )
 from jaxinfer.checkpoints.source import check_inventory
+from jaxinfer.checkpoints.storage import (
+    Storage,
+    chosen_kind,
+    chosen_storage,
+    on_cpus,
+    weight_bytes,
+)
 from jaxinfer.config import ModelConfig, RopeConfig
 from jaxinfer.generation import sampling_defaults
 from jaxinfer.kv_pool import kv_groups
 from jaxinfer.models import family_of
-from jaxinfer.params import ParamSpec, named_leaves, param_bytes
+from jaxinfer.params import ParamSpec, named_leaves
 from jaxinfer.quantization.kinds import KINDS, NONE
-from jaxinfer.quantization.weight import Layouts, Quantised, quantised_specs
+from jaxinfer.quantization.weight import Layouts, Quantised, own_layouts, quantised_specs
 from jaxinfer.sizes import size_text
 from jaxinfer.tokenizer import Tokenizer
 
@@ -51,6 +57,8 @@ class CheckpointInfo:
         missing: what it lacks for being served, "" when nothing.
         quantization: the kind that its weights are stored in, or that they would be served in.
         layouts: of the parameters, where they are not the kind's own.
+        on_cpus: what a host with room for it would make of them at load, as bytes and in words;
+            None: nothing.
         tensors: name -> (shape, as what it is stored, bytes).
     """
 
@@ -67,6 +75,7 @@ class CheckpointInfo:
     quantization: str = NONE
     tensors: dict[str, Tensor] = field(default_factory=dict)
     layouts: Layouts | None = None
+    on_cpus: tuple[int, str] | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -74,9 +83,7 @@ class CheckpointInfo:
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the parameters in memory."""
-        specs = family_of(self.config.family).param_specs(self.config)
-        stored = quantised_specs(specs, self.quantization, dtype, self.layouts)
-        return param_bytes(stored, dtype)
+        return weight_bytes(self.config, (self.quantization, self.layouts), dtype)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes one token takes in the KV pool: a key and a value of every layer and KV head, or
@@ -90,6 +97,8 @@ class CheckpointInfo:
             for name, (shape, stored, size) in self.tensors.items()
         }
         fields["layouts"] = self.layouts and {n: at.to_json() for n, at in self.layouts.items()}
+        if self.on_cpus is not None:
+            fields["on_cpus"] = dict(zip(("weight_bytes", "made"), self.on_cpus))
         return fields | {
             "kv_bytes_per_token": self.kv_bytes_per_token(self.dtype),
             "weight_bytes": self.weight_bytes(self.dtype),
@@ -119,19 +128,32 @@ def inspect_checkpoint(
         }
         description = f"Orbax checkpoint {path}, from {manifest.source}"
         info = _info(description, manifest.config, tensors, manifest.dtype, tokenizer)
-        chosen = chosen_kind(quantization, manifest.quantization, "cpu")
-        return dataclasses.replace(info, quantization=chosen, layouts=manifest.layouts)
+        kind, layouts = chosen_kind(quantization, manifest.quantization, "cpu"), manifest.layouts
+        if layouts is None and NONE not in (kind, manifest.quantization):
+            specs = family_of(manifest.config.family).param_specs(manifest.config)
+            layouts = own_layouts(specs, manifest.quantization)
+        return _stored_as(info, quantization, (kind, None if kind == NONE else layouts))
     source = open_source(path, config_file)
     check_inventory(source)
     tensors = {
         name: (shape, *source.tensors.storage(name))
         for name, shape in source.tensors.shapes.items()
     }
-    info = _info(source.description, source.config, tensors, source.dtype, source.tokenizer)
-    chosen, layouts = chosen_storage(source, quantization, "cpu")
-    return dataclasses.replace(
-        info, missing=source.no_tokenizer, quantization=chosen, layouts=layouts
-    )
+    dtype = check_dtype(source.dtype)
+    info = _info(source.description, source.config, tensors, dtype, source.tokenizer)
+    info = dataclasses.replace(info, missing=source.no_tokenizer)
+    return _stored_as(info, quantization, chosen_storage(source, quantization, "cpu"))
+
+
+def _stored_as(info: CheckpointInfo, asked: str | None, stored: Storage) -> CheckpointInfo:
+    """The facts with what weights are kept as, and what CPUs would make of them."""
+    info = dataclasses.replace(info, quantization=stored[0], layouts=stored[1])
+    chosen = on_cpus(info.config, asked, stored, info.dtype)
+    if chosen == stored:
+        return info
+    what = f"numbers in {info.dtype}" if chosen[0] == NONE else chosen[0]
+    size = weight_bytes(info.config, chosen, info.dtype)
+    return dataclasses.replace(info, on_cpus=(size, what))
 
 
 def _info(
@@ -190,6 +212,7 @@ def describe(
         ("stored", f"{size_text(info.stored_bytes)}: {stored}"),
         ("served in", f"{info.dtype}: {size_text(info.weight_bytes(info.dtype))} of weights"),
         *_quantised(info),
+        *_on_cpus(info),
         ("KV per token", _per_token(info, kv_dtype)),
         ("context length", f"{c.max_position:,} tokens"),
         *_attention(c),
@@ -244,6 +267,13 @@ def _quantised(info: CheckpointInfo) -> Iterator[tuple[str, str]]:
     for way, names in ways.items():
         yield "", f"{names.total()} parameters, {way}: {_counted(names)}"
     yield "", f"{kept.total()} as they are: {_counted(kept)}"
+
+
+def _on_cpus(info: CheckpointInfo) -> Iterator[tuple[str, str]]:
+    if info.on_cpus is not None:
+        size, what = info.on_cpus
+        text = f"{what} from loading on, {size_text(size)} of weights, if memory holds them"
+        yield "on CPUs", f"{text}; --quantization {info.quantization} keeps them as stored"
 
 
 def _counted(names: Counter[str]) -> str:

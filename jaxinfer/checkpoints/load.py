@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from jaxinfer.checkpoints import orbax_io
 from jaxinfer.checkpoints.errors import CheckpointError
 from jaxinfer.checkpoints.foreign_orbax import find_tree, open_foreign
 from jaxinfer.checkpoints.gguf_io import open_gguf
-from jaxinfer.checkpoints.packed import describe_kept, kept_layouts
 from jaxinfer.checkpoints.safetensors_io import open_huggingface
 from jaxinfer.checkpoints.source import (
     Progress,
@@ -26,16 +24,27 @@ from jaxinfer.checkpoints.source import (
     load_params,
     non_finite,
 )
+from jaxinfer.checkpoints.storage import (
+    Fits,
+    chosen_kind,
+    chosen_storage,
+    log_kept,
+    served_storage,
+    with_numbers,
+)
 from jaxinfer.config import DTYPES, ModelConfig
 from jaxinfer.generation import GenerationDefaults, TextOptions
+from jaxinfer.models import family_of
 from jaxinfer.params import ParamSpec, Tree, named_leaves
 from jaxinfer.paths import exists
-from jaxinfer.quantization.kinds import AUTO, KINDS, NONE, Layout, alike, choose
+from jaxinfer.quantization.kinds import NONE
 from jaxinfer.quantization.quantise import placing
-from jaxinfer.quantization.weight import Layouts
+from jaxinfer.quantization.weight import Layouts, own_layouts
 from jaxinfer.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
+_ON_HUB = re.compile(
+    r"(https://(www\.)?huggingface\.co/|hf://)?(?P<name>[\w-][\w.-]*/[\w.-]+)/?(tree/main/?)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +69,13 @@ def resolve_model(name_or_path: str | Path) -> Path:
     path = Path(name_or_path).expanduser()
     kinds = "an Orbax folder, a Hugging Face folder, a .gguf file, or `demo`"
     if not exists(path):
-        hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name_or_path))
-        hint = f"; from the Hugging Face Hub: hf download {path} --local-dir FOLDER" if hub else ""
+        hub = _ON_HUB.fullmatch(str(name_or_path))
+        hint = ""
+        if hub:
+            hint = f"; from the Hugging Face Hub: hf download {hub['name']} --local-dir FOLDER"
         raise CheckpointError(f"{path} does not exist; MODEL is {kinds}{hint}")
     if path.is_file():
-        if path.suffix != ".gguf":
+        if path.suffix.lower() != ".gguf":
             raise CheckpointError(f"{path} is a file but no .gguf file; MODEL is {kinds}")
         return path
     if orbax_io.is_unfinished(path):
@@ -74,7 +85,9 @@ def resolve_model(name_or_path: str | Path) -> Path:
         )
     if orbax_io.is_orbax_folder(path) or (path / "config.json").is_file() or find_tree(path):
         return path
-    found = sorted(path.glob("*.gguf"))
+    # A folder of the Hub's cache has the model below.
+    found = [*sorted(path.glob("*.gguf")), *sorted(path.glob("snapshots/*/config.json"))]
+    found = [file.parent if file.name == "config.json" else file for file in found]
     hint = f"; did you mean {found[0]}?" if found else ""
     raise CheckpointError(
         f"{path} holds neither {orbax_io.MANIFEST} nor config.json nor an Orbax tree{hint}; "
@@ -111,66 +124,37 @@ def load_model(
     progress: Progress | None = None,
     text: TextOptions | None = None,
     quantization: str | None = None,
+    fits: Fits | None = None,
 ) -> LoadedModel:
     """Load a checkpoint of any known kind (`resolve_model`), or raise CheckpointError.
 
     `text` is what takes the place of the checkpoint's own chat template and generation defaults.
     `dtype` is what weights and activations are in (None: as stored; quantised GGUF: float32).
     `sharding_of` says where each parameter lies (None: all on the first device).
-    `quantization` is one of `quantization.kinds`, or none, or auto (None: as stored).
+    `quantization` is one of `quantization.kinds`, or none, or auto (None: as stored, but
+    see `storage.on_cpus`; `fits` says whether a host has room for numbers).
     """
     path = resolve_model(path)
     if sharding_of is None:
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         sharding_of = lambda spec: sharding  # noqa: E731
     if orbax_io.is_orbax_folder(path):
-        return _load_orbax(path, dtype, sharding_of, progress, text or TextOptions(), quantization)
+        args = (dtype, sharding_of, progress, text or TextOptions(), quantization, fits)
+        return _load_orbax(path, *args)
     source = open_source(path)
     tokenizer, generation = _text_of(path, source.require_tokenizer(), text or TextOptions())
     kind = check_dtype(dtype or source.dtype)
-    quantization, layouts = chosen_storage(source, quantization, jax.devices()[0].platform)
+    asked, platform = quantization, jax.devices()[0].platform
+    stored = chosen_storage(source, asked, platform)
+    chosen = served_storage(source.config, asked, stored, kind, platform, fits)
+    quantization, layouts = chosen
+    log_kept(source, layouts)
     put = placing(NONE if layouts else quantization, kind, sharding_of)
     params = load_params(source, kind, put, progress, (quantization, layouts or {}))
     described = source.description
     return LoadedModel(
         source.config, params, tokenizer, generation, kind, described, quantization, layouts
     )
-
-
-def chosen_storage(
-    source: Source, asked: str | None, platform: str
-) -> tuple[str, dict[str, Layout] | None]:
-    """The kind to have a source's weights in, as `asked`, and the layouts of those that stay as
-    they are stored; None: they are read as numbers and rounded, if the kind is not none.
-
-    Weights stay where nothing else is asked for, or a kind that they are stored in; not where it
-    rounds activations, which meet groups of weights one by one, so that one scale a row is faster.
-    Raises CheckpointError as `chosen_kind` does.
-    """
-    stored = NONE if source.packed is None else source.packed.kind
-    if stored == NONE:
-        return chosen_kind(asked, NONE, platform), None
-    layouts = kept_layouts(source)
-    kind = stored if asked in (None, AUTO) else chosen_kind(asked, NONE, platform)
-    grouped = any(layout.group for layout in layouts.values())
-    if asked in (None, AUTO) and (not layouts or platform not in KINDS[kind].platforms):
-        logger.info(f"weights stored as {stored} are made numbers of: no form of it runs here")
-        return NONE, None
-    if kind == NONE or not layouts or not alike(kind, stored):
-        return kind, None
-    if grouped and kind != stored and KINDS[kind].activations != "as_given":
-        return kind, None
-    for line in describe_kept(source, layouts):
-        logger.info(line)
-    return kind, layouts
-
-
-def chosen_kind(asked: str | None, stored: str, platform: str) -> str:
-    """The kind to have weights in; see `choose`. Raises CheckpointError."""
-    try:
-        return choose(asked, stored, platform)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
 
 
 def _text_of(
@@ -200,15 +184,31 @@ def _load_orbax(
     sharding_of: Callable[[ParamSpec], Any],
     progress: Progress | None,
     text: TextOptions,
-    quantization: str | None,
+    asked: str | None,
+    fits: Fits | None,
 ) -> LoadedModel:
     manifest, tokenizer = open_model_folder(path)
-    quantization = chosen_kind(quantization, manifest.quantization, jax.devices()[0].platform)
+    config, platform = manifest.config, jax.devices()[0].platform
+    as_stored, kind = manifest.quantization, check_dtype(dtype or manifest.dtype)
+    quantization, layouts = chosen_kind(asked, as_stored, platform), manifest.layouts
     tokenizer, generation = _text_of(path, tokenizer, text)
-    kind = check_dtype(dtype or manifest.dtype)
+    specs = family_of(config.family).param_specs(config)
+    if as_stored != NONE:
+        layouts = own_layouts(specs, as_stored) if layouts is None else layouts
+        kept = (NONE, None) if quantization == NONE else (quantization, layouts)
+        quantization, layouts = served_storage(config, asked, kept, kind, platform, fits)
     if progress:
         progress("restoring parameters", 0, 1)
-    params = orbax_io.restore(path, manifest, kind, sharding_of, quantization)
+    restored_as = quantization if as_stored == NONE or layouts else as_stored
+    params = orbax_io.restore(path, manifest, kind, sharding_of, restored_as)
+    if as_stored != NONE:
+        put = placing(NONE if layouts else quantization, kind, sharding_of)
+
+        def placed(numbers: np.ndarray, spec: ParamSpec) -> Any:
+            with np.errstate(over="ignore"):  # which is said below
+                return put(numbers.astype(spec.resolve_dtype(kind), copy=False), spec)
+
+        params = with_numbers(params, specs, layouts, placed)
     if jnp.finfo(kind).max < jnp.finfo(manifest.dtype).max:
         for name, array in named_leaves(params):
             if not _all_finite(array):
@@ -217,14 +217,7 @@ def _load_orbax(
         progress("restoring parameters", 1, 1)
     description = f"Orbax checkpoint {path}"
     return LoadedModel(
-        manifest.config,
-        params,
-        tokenizer,
-        generation,
-        kind,
-        description,
-        quantization,
-        manifest.layouts,
+        config, params, tokenizer, generation, kind, description, quantization, layouts
     )
 
 

@@ -162,6 +162,8 @@ def _indexed_files(index: Path) -> list[Path]:
     if odd := [name for name in weight_map.values() if not _is_file_name(name)]:
         raise CheckpointError(f"{index}: {odd[0]!r} is not a file name")
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
+    if missing := [path.name for path in files if not path.exists()]:
+        raise CheckpointError(f"{index}: {', '.join(missing)} of {len(files)} files are missing")
     held = {path.name: {name for name, _, _ in _header(path)} for path in files}
     for tensor, file in weight_map.items():
         if tensor not in held[file]:

@@ -34,6 +34,8 @@ Place = Callable[[Any, ParamSpec], Any]  # host array, or Quantised -> where the
 _LAYER = re.compile(r"model\.layers\.(\d+)(?=\.)")
 # Buffers that some exporters write and nothing reads: they follow from the config.
 _HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.(attn|attention)\.(masked_)?bias")
+# What files and trees call integers; quantised weights come apart.
+_INTEGERS = re.compile(r"BOOL|[IU]\d+|bool|u?int\d+")
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
 
@@ -88,13 +90,11 @@ def check_vocabulary(description: str, config: ModelConfig, tokenizer: Tokenizer
 
 
 def check_inventory(source: Source) -> None:
-    """Raise CheckpointError listing every tensor that is missing, extra or misshapen."""
+    """Raise CheckpointError listing tensors that are missing, extra, misshapen or of integers."""
     shapes, where = source.tensors.shapes, source.tensors.where
-    expected = {
-        name: shape
-        for hf in family_of(source.config.family).hf_sources(source.config).values()
-        for name, shape in hf.found_in(shapes).tensors.items()
-    }
+    found = family_of(source.config.family).hf_sources(source.config).values()
+    sources = [hf.found_in(shapes) for hf in found]
+    expected = {name: shape for hf in sources for name, shape in hf.tensors.items()}
     problems = [
         f"{name}: missing, expected shape {list(shape)}"
         for name, shape in expected.items()
@@ -104,6 +104,12 @@ def check_inventory(source: Source) -> None:
         f"{where(name)}: {name}: expected shape {list(shape)}, found {list(shapes[name])}"
         for name, shape in expected.items()
         if name in shapes and shapes[name] != shape
+    ]
+    problems += [
+        f"{where(name)}: {name}: stored as {kind}, expected floating point numbers"
+        for name in (name for hf in sources if not hf.encoded for name in hf.tensors)
+        if name in shapes and source.packed is None
+        if _INTEGERS.fullmatch(kind := source.tensors.storage(name)[0])
     ]
     problems += [
         f"{where(name)}: {name}: {_why_extra(source, name)}"

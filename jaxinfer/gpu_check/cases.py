@@ -18,6 +18,7 @@ from jaxinfer.known_models import known_model
 from jaxinfer.kv_pool import abstract_pools, kv_groups, pages_for
 from jaxinfer.memory_plan import plan_memory, widest_activation
 from jaxinfer.models import family_of
+from jaxinfer.page_dtypes import AUTO
 from jaxinfer.params import ParamSpec, Tree, abstract_params
 from jaxinfer.programs import Lowerable, program_set, step_shapes
 from jaxinfer.quantization.kinds import KINDS, NONE
@@ -51,15 +52,17 @@ OTHERS = (
 
 
 class Served(NamedTuple):
-    """A model, the GPUs that share it, and the kind its weights are in."""
+    """A model, the GPUs that share it, the kind its weights are in, and what its KV pages are."""
 
     model: str
     ways: int = 1
     quantization: str = NONE
+    kv_dtype: str = AUTO
 
     def __str__(self) -> str:
         kind = "" if self.quantization == NONE else f" in {self.quantization}"
-        return f"{self.model}{kind} on {self.ways} GPU{'s' if self.ways > 1 else ''}"
+        pages = "" if self.kv_dtype == AUTO else f" with {self.kv_dtype} pages"
+        return f"{self.model}{kind}{pages} on {self.ways} GPU{'s' if self.ways > 1 else ''}"
 
 
 PROGRAMS = {  # what is compiled
@@ -71,8 +74,9 @@ PROGRAMS = {  # what is compiled
     Served("deepseek-v3", 8, "fp8-block"): STEPS,
     **{
         Served("llama-3-8b", 1, kind): STEPS[::2]
-        for kind in ("int8", "int4", "fp8", "w8a8", "w8a8-fp8")
+        for kind in ("int8", "int4", "mxfp4", "fp8", "w8a8", "w8a8-fp8")
     },
+    **{Served("llama-3-8b", 1, NONE, pages): STEPS[::2] for pages in ("int8", "fp8")},
 }
 SLACK = 64 << 20
 # Of a layer in a decode step, at most. Experts are chosen, and rows sorted by them; in a model with
@@ -89,7 +93,8 @@ class Expectation:
     Attributes:
         updated: arrays that must be updated in place (structs with shardings).
         outputs: the sharding of every result, None where it does not matter.
-        pool_array: bytes of one layer's k or v pages; no result may be that large, but updates.
+        pool_array: bytes of one layer's k or v pages; no result may be that large, but updates;
+            scale_array: those of their scales, or 0; nor may one be as large.
         temp_limit: bytes of temporaries.
         launches: for a step that only decodes, of each layer how many there may be; () otherwise.
         layers: of what kind each layer is, by the names of `LAUNCHES`; () for what is no step.
@@ -108,6 +113,7 @@ class Expectation:
     collectives: Counter[str]
     memory: int
     elsewhere: int
+    scale_array: int = 0
     layers: tuple[str, ...] = ()
     launches: tuple[int, ...] = ()
     weights: Tree = ()
@@ -178,7 +184,8 @@ class Plan:
         return Expectation(
             updated=updated,
             outputs=outputs,
-            pool_array=min(device_bytes(layer[0]) for layer in pools),  # scales are far smaller
+            pool_array=min(device_bytes(layer[0]) for layer in pools),
+            scale_array=device_bytes(pools[0][2:3]),
             temp_limit=2 * 4 * rows * config.vocab_size + 2 * activation + SLACK,
             collectives=collectives,
             memory=self.target.memory,
@@ -209,9 +216,11 @@ def make_plan(target: GpuTarget, served: Served, layers: int | None = None) -> P
 
     Raises MemoryPlanError when the model does not fit, ShardingError when it does not divide.
     """
-    name, ways, quantization = served
+    name, ways, quantization, kv_dtype = served
     mesh = make_mesh(devices(target, ways), ways)
-    engine = dataclasses.replace(ENGINE, tensor_parallel_size=ways, quantization=quantization)
+    engine = dataclasses.replace(
+        ENGINE, tensor_parallel_size=ways, quantization=quantization, kv_dtype=kv_dtype
+    )
     device = Device("cuda", target.name, target.compute_capability)
     whole, config = replicated(mesh), known_model(name)
     kept = some_layers(config, config.num_layers if layers is None else layers)
@@ -235,9 +244,9 @@ def make_plan(target: GpuTarget, served: Served, layers: int | None = None) -> P
         assert not why, why
         return chosen
 
-    length, page_size, dtype = engine.max_model_len, engine.page_size, engine.dtype
+    length, page_size = engine.max_model_len, engine.page_size
     assert length is not None
-    num_groups = len(kv_groups(config, 1, page_size, dtype))
+    num_groups = len(kv_groups(config, 1, page_size, engine.pages))
     slots = on_all(empty_slots, engine.max_num_seqs, (pages_for(length, page_size),) * num_groups)
     options = on_all(empty_options, engine.max_num_seqs, config.vocab_size)
     history = on_all(empty_history, engine.max_num_seqs, config.vocab_size)
@@ -260,7 +269,7 @@ def make_plan(target: GpuTarget, served: Served, layers: int | None = None) -> P
     kind, dims = groups[0].dtype, groups[0].dims
     attention = choose_body(*device, *dims, kind).implementation
     sampling = choose_sampling(device).implementation
-    experts = choose_experts(device, model, engine.dtype, ways, quantization)
+    experts = choose_experts(device, specs_of(model), engine.dtype, ways)
     grouped = None if experts is None else experts.implementation
     step = StepModel(model, groups, attention, mesh, experts=grouped, sampling=sampling)
     state = (params_of(specs_of(model)), pools, *others)

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxinfer.gpu_check.cases import Expectation, device_bytes
-from jaxinfer.gpu_check.hlo import COLLECTIVES, SILENT, Module, Scheduled
+from jaxinfer.gpu_check.hlo import COLLECTIVES, SILENT, Instruction, Module, Scheduled
 from jaxinfer.programs import COMPILER_OPTIONS, Lowerable
 
 LAYER_SCOPE = re.compile(r"/layer(\d+)/")  # how the step names the layers of its operations
@@ -106,7 +106,7 @@ def assess(lowered: Any, compiled: Any, expect: Expectation) -> tuple[Figures, l
     )
     scheduled = list(module.scheduled())
     launches = [s for s in scheduled if _launches(s)]
-    by_layer = _by_layer(launches)
+    by_layer = _by_layer(launches, _for_several(module))
     collectives = _collectives(scheduled)
     figures = Figures(
         argument_bytes=memory.argument_size_in_bytes,
@@ -147,12 +147,13 @@ def _aliased(figures: Figures, expect: Expectation) -> Check:
 
 
 def _no_copies(module: Module, scheduled: list[Scheduled], expect: Expectation) -> Check:
-    """Nothing makes an array of the size of a layer's pool, but updates of the pool in place."""
+    """Nothing makes an array of the size of a layer's pool, or of its scales, but updates of them
+    in place."""
     made = [
         f"{s.instruction}"
         for s in scheduled
         for index, result in enumerate(s.instruction.results)
-        if result.nbytes >= expect.pool_array
+        if (result.nbytes >= expect.pool_array or result.nbytes == expect.scale_array)
         and s.instruction.opcode not in SILENT
         and not module.updates_in_place(s.instruction, index)
     ]
@@ -242,14 +243,44 @@ def _launches(s: Scheduled) -> bool:
     return s.instruction.opcode not in SILENT and not s.instruction.opcode.endswith("-done")
 
 
-def _by_layer(launches: list[Scheduled]) -> Counter[int | None]:
-    """Launches by the layer that they, or the loop they are in, come from; None: from none."""
+def _by_layer(launches: list[Scheduled], shared: set[str]) -> Counter[int | None]:
+    """Launches by the layer that they, or the loop they are in, come from; None: from none, or
+    `shared` by several."""
     found: Counter[int | None] = Counter()
     for s in launches:
-        names = [s.instruction.op_name, s.loop.op_name if s.loop else ""]
-        layer = next(filter(None, map(LAYER_SCOPE.search, names)), None)
-        found[int(layer[1]) if layer else None] += s.times
+        own = _layer(s.instruction)
+        layer = own if own is not None or s.loop is None else _layer(s.loop)
+        found[None if s.instruction.name in shared else layer] += s.times
     return found
+
+
+def _layer(instruction: Instruction) -> int | None:
+    found = LAYER_SCOPE.search(instruction.op_name)
+    return int(found[1]) if found else None
+
+
+def _for_several(module: Module) -> set[str]:
+    """Names of what is made once for several layers: it takes nothing that a layer made, and more
+    than one reads it. The compiler names it after the first of them.
+    """
+    origins: dict[str, set[str]] = {}  # what hands the device something, behind other names for it
+    layers: dict[str, int | None] = {}
+    readers: dict[str, set[int]] = {}
+    apart: set[str] = set()  # takes nothing that a layer made
+    for instruction in module.computations[module.entry]:
+        name = instruction.name
+        taken = set[str]().union(*(origins.get(each, ()) for each in instruction.operands))
+        if instruction.opcode in SILENT:
+            origins[name] = taken
+            continue
+        origins[name], readers[name], layer = {name}, set(), _layer(instruction)
+        layers[name] = layer
+        if all(layers[source] is None for source in taken):
+            apart.add(name)
+        if layer is not None:
+            for source in taken:
+                readers[source].add(layer)
+    return {name for name in apart if len(readers[name]) > 1}
 
 
 def _kind(s: Scheduled) -> str | None:

@@ -1,4 +1,4 @@
-"""The command behind `scripts/gpu_check`: one process a program, a table or JSON of the results."""
+"""The command behind `scripts/gpu_check`: one process a plan, a table or JSON of the results."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import IO, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -31,41 +33,85 @@ INSTALL = "the compiler for GPUs is not installed; run: pip install '.[gpu-check
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One program to compile in a process of its own."""
+    """Programs of one plan, to be compiled in a process of their own."""
 
     target: str
     served: Served
     layers: int
-    program: str
+    programs: tuple[str, ...]
 
-    def command(self) -> list[str]:
+    def command(self, programs: Sequence[str]) -> list[str]:
+        """What compiles some of them."""
         return [
             *(sys.executable, "-m", "jaxinfer.gpu_check", "--target", self.target),
             *("--model", self.served.model, "--ways", str(self.served.ways)),
-            *("--quantization", self.served.quantization),
-            *("--layers", str(self.layers), "--program", self.program),
+            *("--quantization", self.served.quantization, "--kv-dtype", self.served.kv_dtype),
+            *("--layers", str(self.layers), *(f"--program={name}" for name in programs)),
         ]
 
 
-def run(program: str, command: list[str]) -> Result:
-    """The result a command prints; whatever happens to its process becomes a failed row."""
-    try:
-        done = subprocess.run(
-            command,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-        )
-    except subprocess.TimeoutExpired:
-        return Result(program, error=f"the compiler took more than {TIMEOUT} s")
-    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name
-        return Result(program, error=f"the compiler died of {name}: {last}")
-    if done.returncode:
-        return Result(program, error=last)
-    return Result.from_json(json.loads(done.stdout.splitlines()[-1]))
+def run(job: Job) -> list[Result]:
+    """A result for each program. One that the process dies of becomes a failed row, and another
+    process goes on with the next."""
+    left, results = list(job.programs), list[Result]()
+    while left:
+        found, problem = _printed(job.command(left), TIMEOUT * len(left))
+        if len(found) < len(left):
+            found.append(Result(left[len(found)], error=problem))
+        results += found
+        del left[: len(found)]
+    return results
+
+
+def _printed(command: list[str], seconds: float) -> tuple[list[Result], str]:
+    """The results that a command prints, and what became of it if it was no good end."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        try:
+            status = subprocess.run(
+                command, env=environment(), stdout=out, stderr=errors, timeout=seconds
+            ).returncode
+            problem = f"the compiler ended with {status}"
+        except subprocess.TimeoutExpired:
+            status, problem = 0, f"the compiler took more than {seconds:.0f} s"
+        said = [_all_of(file) for file in (out, errors)]
+    last = (said[1] or ["no message"])[-1]
+    if status:
+        problem = last
+    if status < 0:
+        problem = f"the compiler died of {signal.Signals(-status).name}: {last}"
+    rows = [line for line in said[0] if line.startswith("{")]
+    return [Result.from_json(json.loads(row)) for row in rows], problem
+
+
+def _all_of(file: IO[str]) -> list[str]:
+    file.seek(0)
+    return file.read().strip().splitlines()
+
+
+def compile_programs(
+    jobs: Sequence[Job], at_once: int, progress: Callable[[str], None]
+) -> list[tuple[Job, Result]]:
+    """Every program of every job, in order."""
+    results = []
+    with ThreadPoolExecutor(at_once) as pool:
+        for job, found in zip(jobs, pool.map(run, jobs)):
+            results += [(job, result) for result in found]
+            progress(f"compiled {job.served}")
+    return results
+
+
+def jobs_for(
+    target: str, full: bool, asked: Sequence[Collection[Any] | None], programs: Collection[str]
+) -> list[Job]:
+    """What to compile of `PROGRAMS`: those served as asked, by the fields of `Served`, where
+    something is asked for, and of their programs those that are named, or all."""
+    jobs = []
+    for served, known in PROGRAMS.items():
+        chosen = tuple(name for name in known if not programs or name in programs)
+        if chosen and all(not some or own in some for some, own in zip(asked, served)):
+            layers = known_model(served.model).num_layers if full else FEW_LAYERS
+            jobs.append(Job(target, served, layers, chosen))
+    return jobs
 
 
 def main(
@@ -77,6 +123,10 @@ def main(
     gpus: Annotated[list[int] | None, typer.Option(help="1, 8; default both.")] = None,
     quantization: Annotated[
         list[str] | None, typer.Option(metavar="KIND", help="Of weights; default all there are.")
+    ] = None,
+    kv_dtype: Annotated[
+        list[str] | None,
+        typer.Option("--kv-cache-dtype", metavar="KIND", help="Of pages; default all there are."),
     ] = None,
     program: Annotated[
         list[str] | None, typer.Option(help="Only these, e.g. 'forward 64+0'.")
@@ -126,24 +176,13 @@ def main(
         raise typer.Exit(2)
     if device:
         raise typer.Exit(run_on_device(errors, out, minutes, only or (), as_json, target))
-    todo = [
-        Job(target, served, known_model(served.model).num_layers if full else FEW_LAYERS, step)
-        for served, steps in PROGRAMS.items()
-        for step in steps
-        if all(
-            not asked or given in asked
-            for asked, given in zip((model, gpus, quantization, program), (*served, step))
-        )
-    ]
+    todo = jobs_for(target, full, (model, gpus, quantization, kv_dtype), program or ())
     if not todo:
         known = (f"{served}: {', '.join(steps)}" for served, steps in PROGRAMS.items())
         errors.print(f"no such program; known: {'; '.join(known)}", markup=False)
         raise typer.Exit(2)
-    with ThreadPoolExecutor(jobs) as pool, errors.status("compiling") as status:
-        results = []
-        for job, result in zip(todo, pool.map(lambda job: run(job.program, job.command()), todo)):
-            results.append((job, result))
-            status.update(f"compiled {len(results)} of {len(todo)}: {job.program}")
+    with errors.status("compiling") as status:
+        results = compile_programs(todo, jobs, status.update)
     if as_json:
         print(json.dumps({"target": target, "rows": [_row(*r) for r in results]}, indent=2))
     else:
@@ -153,7 +192,7 @@ def main(
         kernel_report.write(step_report.table(TARGETS[target].name, rows), DOCS / "gpu.md")
     failed = [(job, result) for job, result in results if not result.passed]
     for job, result in failed:
-        where = f"{job.served}, {job.program}: "
+        where = f"{job.served}, {result.program}: "
         if result.error:
             errors.print(f"failed: {where}{result.error}", markup=False, soft_wrap=True)
         for check in result.checks:
@@ -182,9 +221,9 @@ def _check_kernels(errors: Console, jobs: int, record: bool, as_json: bool) -> i
 
 
 def _row(job: Job, result: Result) -> dict:
-    model, gpus, kind = job.served
-    where = {"model": model, "gpus": gpus, "quantization": kind, "layers": job.layers}
-    return where | result.to_json()
+    model, gpus, kind, pages = job.served
+    where = {"model": model, "gpus": gpus, "quantization": kind, "kv_dtype": pages}
+    return where | {"layers": job.layers} | result.to_json()
 
 
 def _print(target: str, results: list[tuple[Job, Result]]) -> None:

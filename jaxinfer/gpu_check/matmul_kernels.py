@@ -13,7 +13,13 @@ from jax.sharding import Mesh
 
 from jaxinfer.gpu_check.kernel_case import KernelCase, abstract
 from pallas_kernels.grouped_matmul import triton as grouped
-from pallas_kernels.quantised_matmul import Activations, QuantisedWeight, mosaic, triton_rounding
+from pallas_kernels.quantised_matmul import (
+    Activations,
+    Codes,
+    QuantisedWeight,
+    mosaic,
+    triton_rounding,
+)
 from pallas_kernels.quantised_matmul import triton as quantised
 from pallas_kernels.quantised_matmul.dispatch import HOPPER, STORED
 
@@ -26,15 +32,18 @@ class Stored:
     values: str
     block: tuple[int, int] = (1, 0)
     bits: int = 8
-    zeros: bool = False
+    zeros: str = ""  # their dtype
     activations: Activations = "as_given"
+    codes: Codes = "integers"
 
 
 PLAIN = Stored("bfloat16", "bfloat16", bits=16)
 INT8 = Stored("int8", "int8")
 INT4 = Stored("int4 in groups of 128", "uint8", (1, 128), bits=4)
-AWQ = Stored("int4 in groups of 128, zero points", "uint8", (1, 128), bits=4, zeros=True)
+AWQ = Stored("int4 in groups of 128, zero points", "uint8", (1, 128), bits=4, zeros="uint8")
 INT4_32 = Stored("int4 in groups of 32", "uint8", (1, 32), bits=4)
+GGUF = Stored("int4 in groups of 32, float zero points", "uint8", (1, 32), bits=4, zeros="float32")
+MXFP4 = Stored("e2m1 in groups of 32", "uint8", (1, 32), bits=4, codes="e2m1")
 FLOAT8 = Stored("float8", "float8_e4m3fn")
 FLOAT8_BLOCKS = Stored("float8 in blocks of 128 × 128", "float8_e4m3fn", (128, 128))
 W8A8 = Stored("int8 by int8", "int8", activations="int8")
@@ -66,6 +75,8 @@ MATMUL: tuple[tuple[str, Stored, tuple[int, ...]], ...] = (
     (LLAMA, INT4, (16, 64, 512)),
     (LLAMA, AWQ, (16, 512)),
     (LLAMA, INT4_32, (16,)),
+    (LLAMA, GGUF, (16, 64, 512)),
+    (LLAMA, MXFP4, (16, 512)),
     (LLAMA, FLOAT8, (64,)),
     (LLAMA, W8A8, (16, 512)),
     (LLAMA, W8A8_FLOAT8, (512,)),
@@ -82,7 +93,9 @@ MATMUL: tuple[tuple[str, Stored, tuple[int, ...]], ...] = (
     (QWEN, W8A8, (4096,)),
     (V3_UP, FLOAT8_BLOCKS, (512, 16384)),
     (V3_DOWN, FLOAT8_BLOCKS, (512,)),
+    (QWEN, GGUF, (512,)),
     ("gpt-oss 20B, down", PLAIN, (256,)),
+    ("gpt-oss 20B, down", MXFP4, (256, 8192)),
 )
 
 
@@ -157,8 +170,9 @@ def _weight(stored: Stored, mesh: Mesh, *shape: int) -> Any:
     return QuantisedWeight(
         abstract(mesh, dtype, *experts, outputs, columns * stored.bits // 8),
         abstract(mesh, jnp.float32, *scales),
-        abstract(mesh, jnp.uint8, *scales) if stored.zeros else None,
+        abstract(mesh, jnp.dtype(stored.zeros), *scales) if stored.zeros else None,
         bits=stored.bits,
         block=(rows, group),
         activations=stored.activations,
+        codes=stored.codes,
     )

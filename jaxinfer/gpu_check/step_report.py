@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jaxinfer.gpu_check.cases import Served
 from jaxinfer.gpu_check.checks import Result
 from jaxinfer.gpu_check.kernel_report import versions
+from jaxinfer.page_dtypes import AUTO
 from jaxinfer.quantization.kinds import NONE
 
 HEADINGS = (
@@ -29,6 +30,8 @@ def cells(served: Served, layers: int, result: Result) -> list[str]:
     """One program's figures, by `HEADINGS`."""
     figures = result.figures
     kind = "bfloat16" if served.quantization == NONE else served.quantization
+    if served.kv_dtype != AUTO:
+        kind += f", {served.kv_dtype} pages"
     row = [served.model, str(served.ways), kind, str(layers), result.program]
     if figures is None:
         return row + ["-"] * (len(HEADINGS) - len(row))

@@ -93,7 +93,7 @@ def activation(family: str, hf: dict[str, Any], key: str, default: str) -> Any:
 
 
 # Families that read `partial_rotary_factor`; elsewhere transformers ignores it.
-PARTLY_ROTATED = ("glm", "glm4", "gpt_neox", "nemotron", "phi", "phi3", "stablelm")
+PARTLY_ROTATED = ("glm", "glm4", "glm4_moe", "gpt_neox", "nemotron", "phi", "phi3", "stablelm")
 
 
 def dense_config(

@@ -39,6 +39,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.config import LayerKind, ModelConfig, RopeConfig
+from jaxinfer.cpu_kernels.panels import Panels
 from jaxinfer.models.base import Attend, LayerContext, OnRouted, RunExperts, RunLatent
 from jaxinfer.models.decoder_params import norm_names
 from jaxinfer.models.layers import (
@@ -167,7 +168,8 @@ def _norm_qk(
 
 
 def project_out(
-    attended: Float[Array, "T KV G hd"], weight: Float[Array, "D KV Ghd"] | Quantised | Heard
+    attended: Float[Array, "T KV G hd"],
+    weight: Float[Array, "D KV Ghd"] | Quantised | Panels | Heard,
 ) -> Float[Array, "T D"]:
     """Attention output projection: contracts all heads."""
     return linear(attended.reshape(*attended.shape[:2], -1), weight)

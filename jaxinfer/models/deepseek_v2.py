@@ -75,9 +75,18 @@ def deepseek_config(
         "moe": moe,
     }
     if moe:
-        dense, count = hf.get("first_k_dense_replace") or 0, hf["num_hidden_layers"]
-        features["kinds"] = tuple(LayerKind(moe=i >= dense) for i in range(count))
+        features["kinds"] = tuple(LayerKind(moe=sparse) for sparse in moe_layers(hf, first=0))
     return dense_config(family, hf, rope, **features)
+
+
+# Of those that take V3's experts for their own, what files need not say.
+MOE_DEFAULTS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+
+
+def moe_layers(hf: HfConfig, first: int) -> list[bool]:
+    """Which layers have experts: from `first_k_dense_replace` on, or `first` without."""
+    dense = hf.get("first_k_dense_replace", first) or 0
+    return [i >= dense for i in range(hf["num_hidden_layers"])]
 
 
 def moe_config(hf: HfConfig, scoring: Any, limited: bool) -> MoeConfig:

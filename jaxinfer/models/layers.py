@@ -12,11 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.cpu_kernels.panels import Panels, multiply_panels, rows_of_panels
 from jaxinfer.quantization.weight import Heard, Quantised, multiply, rows_of
 
 
 def linear(
-    x: Float[Array, "T ..."], weight: Float[Array, ...] | Quantised | Heard, out_dtype: Any = None
+    x: Float[Array, "T ..."],
+    weight: Float[Array, ...] | Quantised | Panels | Heard,
+    out_dtype: Any = None,
 ) -> Float[Array, "T ..."]:
     """x @ weight.T over all axes of x but the first; weights are stored (out..., in...).
 
@@ -33,6 +36,8 @@ def linear(
     x = x.reshape(x.shape[0], -1)
     if isinstance(weight, Quantised):
         product = multiply(x, weight, out_dtype or x.dtype)
+    elif isinstance(weight, Panels):
+        product = multiply_panels(x.astype(jnp.float32), weight).astype(out_dtype or x.dtype)
     else:
         dimensions, flat = (((1,), (1,)), ((), ())), weight.reshape(-1, x.shape[1])
         product = lax.dot_general(x, flat, dimensions, preferred_element_type=out_dtype)
@@ -153,8 +158,12 @@ def clamped_swiglu(
     return hidden.reshape(gate_up.shape[0], -1)
 
 
-def embed(table: Float[Array, "V D"] | Quantised, tokens: Int[Array, " T"]) -> Float[Array, "T D"]:
+def embed(
+    table: Float[Array, "V D"] | Quantised | Panels, tokens: Int[Array, " T"]
+) -> Float[Array, "T D"]:
     """Rows of the embedding table. Token ids are validated at the edge."""
     if isinstance(table, Quantised):
         return rows_of(table, tokens)
+    if isinstance(table, Panels):
+        return rows_of_panels(table, tokens)
     return table.at[tokens].get(mode="promise_in_bounds")

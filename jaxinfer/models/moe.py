@@ -207,7 +207,7 @@ def _by_platform(compute: Any, *arrays: Any) -> Any:
         product = functools.partial(grouped_matmul, implementation=implementation)
         return functools.partial(compute, product)
 
-    return lax.platform_dependent(*arrays, cpu=by("segments"), default=by("ragged"))
+    return lax.platform_dependent(*arrays, cpu=by("segments"), default=by("segments_static"))
 
 
 def _activated(

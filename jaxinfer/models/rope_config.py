@@ -136,9 +136,8 @@ def _parse(hf: HfConfig, rope: HfConfig, theta: float) -> RopeConfig:
         raise ValueError(f"{_WHERE}: per-layer settings ({', '.join(rope)}) not supported")
     kind = _kind(rope) or "default"
     if kind not in _FIELDS:
-        raise ValueError(
-            f"{_WHERE}: rope_type {kind!r} is not supported; known: {', '.join(_FIELDS)}"
-        )
+        known = ", ".join(name for name in _FIELDS if name != "divisors")
+        raise ValueError(f"{_WHERE}: rope_type {kind!r} is not supported; known: {known}")
     fields = _FIELDS[kind]
     if unknown := rope.keys() - fields.keys() - _SHARED:
         raise ValueError(f"{_WHERE}: rope_type {kind!r}: unknown keys {sorted(unknown)}")

@@ -131,7 +131,7 @@ KINDS = {
     "w8a8-hl": Kind(Layout(), "int8_pair", _CPU, "int8 weights, activations in two int8 terms"),
     "w16a16": Kind(_PAIRS, "int8_pair", _CPU, "weights and activations in two int8 terms each"),
     "int4": Kind(_INT4, "as_given", _ALL, "int4 weights in groups of up to 128", False),
-    "mxfp4": Kind(_MXFP4, "as_given", _CPU, "4-bit floats in groups of 32", False),
+    "mxfp4": Kind(_MXFP4, "as_given", _ALL, "4-bit floats in groups of 32", False),
     "fp8": Kind(_FLOAT8, "as_given", _ALL, "float8 weights", False),
     "fp8-block": Kind(_BLOCKS, "as_given", _ALL, "float8 weights, 128 x 128 blocks", False),
     "w8a8-fp8": Kind(_FLOAT8, "float8_e4m3fn", _ALL, "float8 weights and activations", False),
@@ -161,11 +161,12 @@ def choose(asked: str | None, stored: str, platform: str) -> str:
         asked = stored
     elif asked == AUTO:
         asked = _AUTO.get(platform, NONE)
-    if stored != NONE and (asked == NONE or not alike(asked, stored)):
+    if NONE not in (stored, asked) and not alike(asked, stored):
         same = [name for name in KINDS if alike(name, stored)]
         raise ValueError(
             f"quantization is {asked!r}, but the checkpoint's weights are stored as {stored}, "
-            f"which can be served as {' or '.join(same)}; for others, take the original checkpoint"
+            f"which can be served as {', '.join(same)} or {NONE}; for others, take the original "
+            "checkpoint"
         )
     if asked != NONE and platform not in (allowed := KINDS[asked].platforms):
         raise ValueError(

@@ -29,12 +29,12 @@ def grouped_matmul(
             raise ValueError(f"weight: experts {list(weights.shape)} for x of {list(x.shape)}")
     if implementation.startswith("triton"):
         interpret = implementation == "triton_interpreted"
-        read = not isinstance(weights, QuantisedWeight) or weights.integral
-        if not (interpret and read) and (why := problem(weights, x.dtype)):
+        if not interpret and (why := problem(weights, x.dtype)):
             raise ValueError(f"weight: {why}")
         return triton.grouped_matmul(x, weights, group_sizes, interpret=interpret)
-    body = reference.segments if implementation == "segments" else reference.ragged
-    return body(x, weights, group_sizes)
+    if implementation == "ragged":
+        return reference.ragged(x, weights, group_sizes)
+    return reference.segments(x, weights, group_sizes, static=implementation == "segments_static")
 
 
 __all__ = ["Body", "Implementation", "choose_body", "grouped_matmul"]

@@ -22,12 +22,22 @@ def tile_rows(rows: int, experts: int) -> int:
     return min(max(share, FEWEST_TILE_ROWS), MOST_TILE_ROWS, rows)
 
 
+def most_tiles(rows: int, experts: int, height: int) -> int:
+    """Tiles of at most `height` rows of one expert that any division of the rows could need."""
+    return (rows + min(experts, rows) * (height - 1)) // height
+
+
 def segments(
-    x: Float[Array, "R K"], weights: Weights, group_sizes: Int[Array, " E"]
+    x: Float[Array, "R K"],
+    weights: Weights,
+    group_sizes: Int[Array, " E"],
+    *,
+    static: bool = False,
 ) -> Float[Array, "R N"]:
-    """A loop over tiles of at most `tile_rows` rows of one expert."""
-    rows, width = x.shape[0], weights.shape[1]
-    height = tile_rows(rows, weights.shape[0])
+    """A loop over tiles of at most `tile_rows` rows of one expert: over those there are, or, where
+    a device cannot decide how long to go on, over as many as there could be."""
+    rows, (experts, width, _) = x.shape[0], weights.shape
+    height = tile_rows(rows, experts)
     ends = jnp.cumsum(group_sizes)
     tiles = -(-group_sizes // height)
     last_tiles = jnp.cumsum(tiles)
@@ -37,6 +47,7 @@ def segments(
         expert = jnp.sum(last_tiles <= i)
         within = i - (last_tiles[expert] - tiles[expert])
         first = ends[expert] - group_sizes[expert] + within * height
+        first = jnp.where(expert < experts, first, rows)  # past all: nobody's rows
         part = lax.dynamic_slice_in_dim(padded, first, height, axis=0)
         matrix = jax.tree.map(
             lambda array: lax.dynamic_index_in_dim(array, expert, axis=0, keepdims=False), weights
@@ -46,7 +57,8 @@ def segments(
         # past the last one is cut off or masked.
         return lax.dynamic_update_slice_in_dim(out, product.astype(x.dtype), first, axis=0)
 
-    out = lax.fori_loop(0, last_tiles[-1], tile, jnp.zeros((rows + height, width), x.dtype))
+    turns = most_tiles(rows, experts, height) if static else last_tiles[-1]
+    out = lax.fori_loop(0, turns, tile, jnp.zeros((rows + height, width), x.dtype))
     return jnp.where((jnp.arange(rows) < ends[-1])[:, None], out[:rows], 0)
 
 

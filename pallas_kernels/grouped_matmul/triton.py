@@ -34,12 +34,12 @@ def grouped_matmul(
     interpret: bool = False,
 ) -> Float[Array, "R N"]:
     """See the package. A program computes a block of outputs for one tile of an expert's rows."""
-    (bits, block, activations), arrays = stored(weights)
+    kind, arrays = stored(weights)
     experts, outputs, columns = weights.shape
-    taken = rounded(x, activations, interpret=interpret)
+    taken = rounded(x, kind.activations, interpret=interpret)
     count, dtype = taken.values.shape[0], x.dtype if taken.terms == 1 else jnp.float32
     rows, width, warps, stages = block_sizes(count // experts, taken.values.dtype)
-    o = options(bits, columns, block, rows, width)
+    o = options(kind, columns, rows, width)
     tiles = tile_table(group_sizes * taken.terms, count, rows, interpret=interpret)
     scales = () if taken.scales is None else (taken.scales,)
     out = pl.pallas_call(

@@ -11,6 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int
 
+from pallas_kernels.grouped_matmul.reference import most_tiles
+
 TILES = 16  # of one program
 
 
@@ -22,8 +24,7 @@ def tile_table(
     Rows past the groups' sum are those of expert E, which has no weights. There are as many tiles
     as any division of so many rows could need; those it does not need have no rows.
     """
-    groups = group_sizes.shape[0] + 1
-    most = (rows + min(groups, rows) * (height - 1)) // height
+    most = most_tiles(rows, group_sizes.shape[0] + 1, height)
     return pl.pallas_call(
         functools.partial(_kernel, rows, height),
         grid=(pl.cdiv(most, TILES),),

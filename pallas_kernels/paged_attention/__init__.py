@@ -14,12 +14,13 @@ Where XLA attends, float8_e4m3fn may be stored as its bits in uint8 (`quantised.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
-from pallas_kernels.dispatch import Body, Implementation
+from pallas_kernels.dispatch import MOST_ELEMENTS, Body, Implementation, out_of_reach
 from pallas_kernels.paged_attention import (
     mosaic_decode,
     mosaic_prefill,
@@ -98,8 +99,8 @@ def paged_prefill(
 
     A tile is (first row in q, rows, row of the page table, position of the first row): at most
     `TILE_ROWS` consecutive tokens of one sequence. Tiles are ordered by first row and cover every
-    row that matters; tiles with 0 rows are padding. The pool holds the chunk's own k and v already.
-    `window`, `soft_cap`, `sinks` and `block` as for `paged_attention`.
+    row that matters; tiles with 0 rows are padding and come last. The pool holds the chunk's own k
+    and v already. `window`, `soft_cap`, `sinks` and `block` as for `paged_attention`.
     """
     pool = _pool(k_pool, v_pool, value_dim, k_scale, v_scale, implementation)
     if not implementation.startswith("reference"):
@@ -136,6 +137,7 @@ def rotate_and_write(
     before they are rotated; numbers are rounded to their dtype after the norm too.
     """
     if not implementation.startswith("reference"):
+        _check_reach(pools[0])
         # One array again: the compiler finds that these are parts of one, and moves nothing.
         qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
         where, interpret = (pages, offsets), implementation.endswith("_interpreted")
@@ -169,9 +171,21 @@ def _pool(
         raise ValueError(f"pages of {k_pool.dtype} need k_scale and v_scale")
     if k_pool.dtype == jnp.uint8 and not implementation.startswith("reference"):
         raise ValueError(f"pages of uint8 are read by XLA only, not by {implementation}")
+    if not implementation.startswith("reference"):
+        _check_reach(k_pool)
     width = v_pool.shape[3] if v_pool is not None else value_dim
     assert width is not None
     return reference.Pool(k_pool, v_pool, width, k_scale, v_scale)
+
+
+def _check_reach(pages: Array) -> None:
+    """Raises ValueError for pages of which kernels would miss some."""
+    if out_of_reach(pages.size, pages.dtype.itemsize):
+        most = MOST_ELEMENTS // math.prod(pages.shape[1:])
+        raise ValueError(
+            f"kernels do not reach all of {pages.shape[0]} pages of {pages.dtype.name} with "
+            f"{pages.size} elements; take {most} pages at most"
+        )
 
 
 def _for_hopper(

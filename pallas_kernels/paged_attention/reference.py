@@ -195,9 +195,10 @@ def _join_next(
     tiles: Int[Array, "T 4"], i: Int[Array, ""]
 ) -> tuple[Int[Array, ""], Int[Array, ""]]:
     """Rows of tile i and, if the next one continues its piece, of that one; and how many tiles."""
-    _, count, slot, position = tiles[i]
-    _, more, next_slot, next_position = tiles[i + 1]
+    first, count, slot, position = tiles[i]
+    next_first, more, next_slot, next_position = tiles[i + 1]
     follows = (next_slot == slot) & (next_position == position + count)
+    follows &= next_first == first + count
     return count + jnp.where(follows, more, 0), jnp.where(follows, 2, 1)
 
 

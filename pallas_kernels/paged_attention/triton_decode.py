@@ -127,11 +127,12 @@ def _kernel(
             plgpu.store(where, value.astype(outs[0].dtype), mask=real[:, None])
         return
     top_ref, total_ref, values_ref = outs
-    plgpu.store(top_ref.at[slot, head, split, rows], top, mask=real)
-    plgpu.store(total_ref.at[slot, head, split, rows], total, mask=real)
+    live = real & (length > 0)  # nobody reads parts of a row of no length
+    plgpu.store(top_ref.at[slot, head, split, rows], top, mask=live)
+    plgpu.store(total_ref.at[slot, head, split, rows], total, mask=live)
     for dims, value in zip(blocks.parts(o.value_dim), values):
         where = values_ref.at[slot, head, split, rows[:, None], blocks.dims_of(dims)]
-        plgpu.store(where, value, mask=real[:, None])
+        plgpu.store(where, value, mask=live[:, None])
 
 
 def _finished(top: Any, total: Any, values: Any, sink: Any) -> list[Any]:

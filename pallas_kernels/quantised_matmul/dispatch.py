@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Body, Capability, Device
+from pallas_kernels.dispatch import Body, Capability, Device, out_of_reach
 from pallas_kernels.quantised_matmul.triton_product import FEWEST_COLUMNS, step_columns
 from pallas_kernels.quantised_matmul.weight import QuantisedWeight
 
@@ -30,8 +30,6 @@ STORED: dict[str, Capability] = {
     "uint8": (8, 0),
     "float8_e4m3fn": (8, 9),
 }
-MOST_ELEMENTS = 1 << 31  # that offsets of 32 bits reach
-MOST_BYTES = 1 << 32  # of an array, up to which Pallas computes offsets in 32 bits
 
 
 def choose_body(device: Device, weight: QuantisedWeight, x_dtype: Any) -> Body[Implementation]:
@@ -53,8 +51,6 @@ def problem(weight: Any, x_dtype: Any, capability: Capability | None = None) -> 
     group = weight.block[1] if quantised else weight.shape[-1]
     stored, x_name, columns = values.dtype.name, jnp.dtype(x_dtype).name, weight.shape[-1]
     newest = STORED.get(stored)
-    if quantised and not weight.integral:
-        return "kernels read integers and integral zero points only"
     if x_name not in ROWS:
         return f"tensor cores would round {x_name} activations"
     if newest is None or not (quantised or stored == x_name):
@@ -63,6 +59,6 @@ def problem(weight: Any, x_dtype: Any, capability: Capability | None = None) -> 
         return f"{stored} weights need a newer GPU"
     if not step_columns(columns, group):
         return f"{columns} columns in groups of {group} are no multiples of {FEWEST_COLUMNS}"
-    if values.size > MOST_ELEMENTS and values.size * values.dtype.itemsize <= MOST_BYTES:
+    if out_of_reach(values.size, values.dtype.itemsize):
         return f"Pallas would compute offsets into {values.size} elements of 1 byte in 32 bits"
     return ""

@@ -66,13 +66,13 @@ def _launch(
     interpret: bool,
 ) -> tuple[Rounded, Float[Array, "P R N"]]:
     """x as it was taken, and what the programs that share the columns found."""
-    (bits, block, activations), arrays = stored(weight)
+    kind, arrays = stored(weight)
     outputs, columns = weight.shape
     decode, order = x.shape[0] <= DECODE_ROWS, getattr(weight, "order", None)
-    taken = rounded(x, activations, order, interpret=interpret)
+    taken = rounded(x, kind.activations, order, interpret=interpret)
     count = taken.values.shape[0]
     rows, width, warps, stages = block_sizes(count, taken.values.dtype)
-    o = options(bits, columns, block, rows, width)
+    o = options(kind, columns, rows, width)
     grid = (pl.cdiv(count, rows), pl.cdiv(outputs, width))
     if splits is None:
         splits = num_splits(grid[1], columns // o.columns) if decode else 1

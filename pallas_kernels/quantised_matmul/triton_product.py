@@ -4,19 +4,27 @@ The product is taken transposed: outputs are the long side of the tensor cores' 
 step of few rows wastes nothing, and what is made of stored values stays in registers. Values become
 what x is without rounding (integers and float8 fit into 16 bits); scales are applied to float32
 sums, so nothing is rounded on the way. Columns are summed in one order whatever the other rows are.
+Zero points that are no integers are taken off the sum: that of x's columns times theirs.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num, UInt8
 
-from pallas_kernels.quantised_matmul.weight import ZERO_OF_INT4, Activations, QuantisedWeight
+from pallas_kernels.quantised_matmul.weight import (
+    TWICE_E2M1,
+    ZERO_OF_INT4,
+    Activations,
+    Codes,
+    QuantisedWeight,
+)
 
 MOST_COLUMNS = 128  # of x in one turn of the loop; half of it for weights of 16 bits
 # Rows that share weights, at most: rows and outputs of a block, warps, and stages of the loop.
@@ -26,6 +34,7 @@ BLOCKS = (
     (64, (64, 64, 4, 3)),
     (1 << 31, (128, 128, 8, 3)),
 )
+E2M1_TABLE = sum(number << 4 * code for code, number in enumerate(TWICE_E2M1))  # of 8 times 4 bits
 FEWEST_COLUMNS = 32  # in two products of 16, if packed, or in one of 8 bits: a tensor core's own
 
 
@@ -33,7 +42,7 @@ class Options(NamedTuple):
     """What a kernel is specialised for.
 
     Attributes:
-        bits: of a stored value, 4, 8 or 16.
+        bits: of a stored value, 4, 8 or 16; codes: what 4 of them say.
         columns: of x in one turn of the loop.
         group: columns that share a scale, or 0 if all do and it can be applied at the end.
         scale_rows: outputs that share a scale.
@@ -41,11 +50,21 @@ class Options(NamedTuple):
     """
 
     bits: int
+    codes: Codes
     columns: int
     group: int
     scale_rows: int
     rows: int
     outputs: int
+
+
+class Kind(NamedTuple):
+    """How weights are stored and multiplied, see `QuantisedWeight`; 16 bits are numbers."""
+
+    bits: int
+    block: tuple[int, int]
+    activations: Activations = "as_given"
+    codes: Codes = "integers"
 
 
 class Refs(NamedTuple):
@@ -64,15 +83,16 @@ def step_columns(columns: int, group: int) -> int:
     return step if step >= FEWEST_COLUMNS else 0
 
 
-def options(bits: int, columns: int, block: tuple[int, int], rows: int, outputs: int) -> Options:
+def options(kind: Kind, columns: int, rows: int, outputs: int) -> Options:
     """What a kernel is specialised for, by a weight's kind and the size of the kernel's blocks."""
-    scale_rows, group = block
+    scale_rows, group = kind.block
     step = step_columns(columns, group)
     if not step:
         raise ValueError(f"weight: kernels take no {columns} columns in groups of {group}")
-    if bits == 16:  # or two turns of large blocks exceed the shared memory of smaller GPUs
+    if kind.bits == 16:  # or two turns of large blocks exceed the shared memory of smaller GPUs
         step = min(step, MOST_COLUMNS // 2)
-    return Options(bits, step, group if group < columns else 0, scale_rows, rows, outputs)
+    group = group if group < columns else 0
+    return Options(kind.bits, kind.codes, step, group, scale_rows, rows, outputs)
 
 
 def block_sizes(rows: int, dtype: Any) -> tuple[int, int, int, int]:
@@ -87,14 +107,12 @@ def block_sizes(rows: int, dtype: Any) -> tuple[int, int, int, int]:
     return height, outputs, warps, stages
 
 
-def stored(
-    weights: QuantisedWeight | Num[Array, "*E N K"],
-) -> tuple[tuple[int, tuple[int, int], Activations], list[Array]]:
-    """(bits, block, activations) of weights, and their arrays in the order of `Refs`."""
+def stored(weights: QuantisedWeight | Num[Array, "*E N K"]) -> tuple[Kind, list[Array]]:
+    """The kind of weights, and their arrays in the order of `Refs`."""
     if not isinstance(weights, QuantisedWeight):
-        return (16, (1, weights.shape[-1]), "as_given"), [weights]
+        return Kind(16, (1, weights.shape[-1])), [weights]
     arrays = [weights.values, weights.scales, weights.zeros]
-    kind = (weights.bits, weights.block, weights.activations)
+    kind = Kind(weights.bits, weights.block, weights.activations, weights.codes)
     return kind, [array for array in arrays if array is not None]
 
 
@@ -103,6 +121,13 @@ def load(at: Any, mask: Any) -> Any:
     if mask is None:
         return plgpu.load(at)
     return plgpu.load(at, mask=mask, other=jnp.zeros((), at.dtype))
+
+
+def e2m1(codes: UInt8[Array, "N K"]) -> Int[Array, "N K"]:
+    """Twice the numbers of codes, looked up in a register."""
+    bits = codes.astype(jnp.uint32)
+    number = (jnp.uint32(E2M1_TABLE) >> ((bits & 7) * 4) & 15).astype(jnp.int32)
+    return jnp.where(bits > 7, -number, number)
 
 
 def store(at: Any, total: Float[Array, "N R"], real: Any, inside: Any) -> None:
@@ -153,24 +178,42 @@ def product(
         packed = load_values(i * half, half)
         turns = group // o.columns  # of one group; what is multiplied is known to be aligned
         low = i * o.columns if turns == 1 else i // turns * group + i % turns * half
-        zero: Any = jnp.int8(ZERO_OF_INT4)
+        zeros: Any = None
         if weight.zeros is not None:
-            zero = by_output(weight.zeros, of_group(i)).astype(jnp.int8)[:, None]
-        halves = ((packed & 15).astype(jnp.int8) - zero, (packed >> 4).astype(jnp.int8) - zero)
-        return sum(
-            plgpu.dot(values.astype(x.dtype), load_x(start, half), trans_b=True)
-            for values, start in zip(halves, (low, low + group // 2))
-        )
+            zeros = by_output(weight.zeros, of_group(i))[:, None]
+        halves = [load_x(start, half) for start in (low, low + group // 2)]
+        return _of_nibbles(o, packed, zeros, halves)
+
+    def scales_of(group: Any) -> Float[Array, "N 1"]:
+        scales = by_output(weight.scales, group).astype(jnp.float32)[:, None]
+        return scales / 2 if o.codes == "e2m1" else scales
 
     def turn(i: Any, total: Num[Array, "N R"]) -> Num[Array, "N R"]:
         if not o.group:
             return total + one(i)
-        scales = by_output(weight.scales, of_group(i)).astype(jnp.float32)
-        return total + one(i).astype(jnp.float32) * scales[:, None]
+        return total + one(i).astype(jnp.float32) * scales_of(of_group(i))
 
     whole = jnp.issubdtype(x.dtype, jnp.integer) and not o.group
     start = jnp.zeros((o.outputs, o.rows), jnp.int32 if whole else jnp.float32)
     total = lax.fori_loop(begin, end, turn, start).astype(jnp.float32)
-    if weight.scales is not None and not o.group:
-        total = total * by_output(weight.scales, 0).astype(jnp.float32)[:, None]
-    return total
+    return total if weight.scales is None or o.group else total * scales_of(0)
+
+
+def _of_nibbles(
+    o: Options, packed: UInt8[Array, "N K"], zeros: Any, halves: Sequence[Num[Array, "R K"]]
+) -> Num[Array, "N R"]:
+    """Two values in a byte times the columns of x that each belongs to; zeros [N, 1] or None."""
+    apart = zeros is not None and zeros.dtype != jnp.uint8  # no integers
+    zero = jnp.int8(ZERO_OF_INT4) if zeros is None or apart else zeros.astype(jnp.int8)
+
+    def numbers(nibbles: UInt8[Array, "N K"]) -> Int[Array, "N K"]:
+        return e2m1(nibbles) if o.codes == "e2m1" else nibbles.astype(jnp.int8) - zero
+
+    low, high = (
+        plgpu.dot(numbers(nibbles).astype(x.dtype), x, trans_b=True)
+        for nibbles, x in zip((packed & 15, packed >> 4), halves)
+    )
+    if not apart:
+        return low + high
+    first, second = (jnp.sum(x.astype(jnp.float32), axis=1) for x in halves)
+    return low + high - (zeros - ZERO_OF_INT4) * (first + second)[None, :]

@@ -36,7 +36,7 @@ class QuantisedWeight:
         scales: floats [..., K / columns, ceil(N / rows)]: as kernels read them, those of one group
             of columns beside each other.
         zeros: uint8 or float32 like `scales`, the stored values that mean 0, for 4 bits only;
-            without them it is `ZERO_OF_INT4`. Kernels take integers only.
+            without them it is `ZERO_OF_INT4`.
         order: i32[K], where the weight's columns are sorted: column i belongs to x[:, order[i]].
         bits: of a value, 8 or 4.
         block: (rows, columns) that share a scale: (1, K) is one scale a channel, (1, 128) a group,
@@ -64,7 +64,7 @@ class QuantisedWeight:
     @property
     def integral(self) -> bool:
         """Whether `integers` are what it is made of."""
-        return self.codes == "integers" and (self.zeros is None or self.zeros.dtype == jnp.uint8)
+        return self.zeros is None or self.zeros.dtype == jnp.uint8
 
     @property
     def groups(self) -> int:

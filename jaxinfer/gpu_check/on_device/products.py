@@ -18,10 +18,12 @@ from jaxinfer.gpu_check.matmul_kernels import (
     AWQ,
     FLOAT8,
     FLOAT8_BLOCKS,
+    GGUF,
     INT4,
     INT8,
     LLAMA,
     MIXTRAL,
+    MXFP4,
     PLAIN,
     QWEN,
     SHAPES,
@@ -43,7 +45,8 @@ from pallas_kernels.tuning import Tiling
 
 TOLERANCE = 2e-2  # sums in float32, rounded to 8 bits of mantissa
 # What is run: the tokens of a step, and of experts how many each token has.
-DENSE = ((LLAMA, INT8, 16), (LLAMA, INT4, 64), (LLAMA, AWQ, 16), (LLAMA, FLOAT8, 64),
+DENSE = ((LLAMA, INT8, 16), (LLAMA, INT4, 64), (LLAMA, AWQ, 16), (LLAMA, GGUF, 64),
+         (LLAMA, MXFP4, 64), (LLAMA, FLOAT8, 64),
          (LLAMA, W8A8, 512), (LLAMA, W8A8_FLOAT8, 512), (V3, FLOAT8_BLOCKS, 32),
          (V3, W8A8_BLOCKS, 512))  # fmt: skip
 EXPERTS = ((MIXTRAL, PLAIN, 64, 2), (QWEN, AWQ, 64, 8), (V3_UP, FLOAT8_BLOCKS, 64, 8))
@@ -94,7 +97,7 @@ def _work(stored: Stored, top_k: int, sizes: Sizes) -> Work:
     shape = sizes["outputs"], sizes["columns"]
     storage = None
     if stored.bits < 16:
-        scale_bits = 32 + (8 if stored.zeros else 0)
+        scale_bits = 32 + (8 * jnp.dtype(stored.zeros).itemsize if stored.zeros else 0)
         rounded = {"as_given": None, "float8_e4m3fn": "float8"}
         unit = rounded.get(stored.activations, stored.activations)
         storage = Storage(stored.bits, group or None, rows, scale_bits, unit)
@@ -131,7 +134,9 @@ def _weight(stored: Stored, shape: tuple[int, ...], keys: list[Array]) -> Array 
     else:
         values = jax.random.normal(keys[0], packed, jnp.float32).astype(dtype)
     scales = jax.random.uniform(keys[1], places, jnp.float32, 0.01, 0.02)
-    zeros = jax.random.randint(keys[2], places, 0, 16).astype(jnp.uint8) if stored.zeros else None
+    zeros = None
+    if stored.zeros:
+        zeros = jax.random.uniform(keys[2], places, jnp.float32, 0, 16).astype(stored.zeros)
     return QuantisedWeight(
         values,
         scales,
@@ -139,6 +144,7 @@ def _weight(stored: Stored, shape: tuple[int, ...], keys: list[Array]) -> Array 
         bits=stored.bits,
         block=(rows, group),
         activations=stored.activations,
+        codes=stored.codes,
     )
 
 

@@ -172,13 +172,23 @@ Deterministic = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+CpuKernels = Annotated[
+    bool | None,
+    typer.Option(
+        "--cpu-kernels/--no-cpu-kernels",
+        help="On a CPU, multiply float32 weights and attend by kernels made for it, not by XLA.",
+        show_default=engine_default("cpu_kernels"),
+        rich_help_panel=_ENGINE,
+    ),
+]
 Quantization = Annotated[
     str | None,
     typer.Option(
         metavar="KIND",
         help="Weights rounded as they are loaded: "
         + "; ".join(f"{name}: {kind.what}" for name, kind in KINDS.items())
-        + f"; {AUTO}: what is best on the device; {NONE}.",
+        + f"; {AUTO}: what is best on the device; {NONE}. On CPUs numbers are made, at load, of "
+        "stored weights of which every step would make some, unless their kind is named.",
         show_default="as stored",
         rich_help_panel=_ENGINE,
     ),
@@ -275,6 +285,7 @@ class EngineOptions:
     max_num_batched_tokens: MaxNumBatchedTokens = None
     tensor_parallel_size: TensorParallelSize = None
     deterministic: Deterministic = None
+    cpu_kernels: CpuKernels = None
     kv_cache_memory: KvCacheMemory = None
     kv_cache_dtype: KvCacheDtype = None
     gpu_memory_utilization: GpuMemoryUtilization = None

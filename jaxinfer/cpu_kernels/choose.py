@@ -1,0 +1,62 @@
+"""Where an engine uses kernels for this CPU, and what it has to have in place for them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import jax
+
+from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.cpu_kernels.compiler import Vectors, vectors
+from jaxinfer.cpu_kernels.heads import Heads
+from jaxinfer.cpu_kernels.panels import in_panels
+from jaxinfer.kv_pool import KVGroup
+from jaxinfer.models import family_of
+
+if TYPE_CHECKING:
+    from jaxinfer.checkpoints import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+
+def vectors_for(config: EngineConfig) -> Vectors | None:
+    """What kernels compute with; None where XLA is left to itself."""
+    alone = jax.default_backend() == "cpu" and config.tensor_parallel_size == 1
+    found = vectors() if alone and config.cpu_kernels else None
+    if found is None:
+        return None
+    from jaxinfer.cpu_kernels.xla_call import speaks  # which needs LLVM
+
+    return found if speaks() else None
+
+
+def prepare_weights(model: LoadedModel, config: EngineConfig) -> None:
+    """Put weights in the form that kernels read, in the place of their arrays."""
+    found = vectors_for(config)
+    if found is None:
+        return
+    from jaxinfer.cpu_kernels import matmul  # which needs LLVM
+
+    matmul.register()  # before programs that call it are loaded
+    specs = family_of(model.config.family).param_specs(model.config)
+    count = in_panels(model.params, specs, found.panel)
+    if count:
+        width = f"{found.lanes} floats a register"
+        logger.info(f"{count} float32 weights are multiplied by kernels for this CPU, {width}")
+
+
+def attention_heads(config: EngineConfig, model: ModelConfig, group: KVGroup) -> Heads | None:
+    """What the kernels of attention are made for; None: XLA attends."""
+    plain = group.dtype == "float32" and group.value_dim is None
+    if vectors_for(config) is None or not plain:
+        return None
+    cap = model.attention_soft_cap or 0.0
+    heads = Heads(model.group_size, *group.dims, group.page_size, cap)
+    if not heads.taken:
+        return None
+    from jaxinfer.cpu_kernels import attention  # which needs LLVM
+
+    attention.register_decode(heads)  # before programs that call them are loaded
+    attention.register_prefill(heads)
+    return heads

@@ -1,0 +1,79 @@
+"""A few rows times a matrix whose rows are contiguous: what registers hold the sums of."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from llvmlite import ir
+
+from jaxinfer.cpu_kernels.emit import F32, I64, POINTER, Emitter, number
+
+UNROLLED = 4  # rows of the matrix in a turn of the innermost loop
+
+
+class Tile(NamedTuple):
+    """Arguments of a call: addresses, and sizes in floats.
+
+    Attributes:
+        x: the rows, `stride` apart, each of `depth` floats.
+        matrix: [depth, columns].
+        ahead: what will be read next, laid out like the matrix, and is fetched meanwhile.
+        out: the rows of the result, `width` apart.
+    """
+
+    x: ir.Value
+    matrix: ir.Value
+    ahead: ir.Value
+    out: ir.Value
+    depth: ir.Value
+    stride: ir.Value
+    width: ir.Value
+
+
+def tile(
+    module: ir.Module,
+    rows: int,
+    wide: int,
+    lanes: int,
+    columns: int,
+    adds: bool = False,
+    fetches: bool = False,
+) -> ir.Function:
+    """A function of a `Tile`: `rows` rows times `wide` registers of the matrix's `columns`.
+
+    Sums stay in registers over all of the depth, each made in the order of it. `adds`: they begin
+    with what the result holds.
+    """
+    name = f"tile_{rows}_{wide}_{columns}{'_adds' if adds else ''}"
+    e = Emitter(module, name, [POINTER] * 4 + [I64] * 3)
+    given, kind = Tile(*e.arguments), ir.VectorType(F32, lanes)
+    sums = [[e.variable(kind) for _ in range(wide)] for _ in range(rows)]
+    starts = [e.at(given.x, e.mul(given.stride, number(row))) for row in range(rows)]
+    results = [e.at(given.out, e.mul(given.width, number(row))) for row in range(rows)]
+    nothing = ir.Constant(kind, [0.0] * lanes)
+    for result, places in zip(results, sums, strict=True):
+        for i, place in enumerate(places):
+            e.store(e.read_vector(result, lanes * i, lanes) if adds else nothing, place)
+
+    def column(k: ir.Value) -> None:
+        base = e.mul(k, number(columns))
+        places = [e.add(base, number(lanes * i)) for i in range(wide)]
+        for place in places if fetches else ():
+            e.fetch(e.at(given.ahead, place))
+        weights = [e.read_vector(given.matrix, place, lanes) for place in places]
+        for start, row in zip(starts, sums, strict=True):
+            entry = e.splat(e.read(start, k), lanes)
+            for weight, place in zip(weights, row, strict=True):
+                e.store(e.multiply_add(entry, weight, e.load(place, typ=kind)), place)
+
+    whole = e.sub(given.depth, e.srem(given.depth, number(UNROLLED)))
+    with e.each(number(0), whole, UNROLLED) as k:
+        for i in range(UNROLLED):
+            column(e.add(k, number(i)))
+    with e.each(whole, given.depth) as k:
+        column(k)
+    for result, places in zip(results, sums, strict=True):
+        for i, place in enumerate(places):
+            e.write_vector(e.load(place, typ=kind), result, lanes * i)
+    e.ret_void()
+    return e.emitted

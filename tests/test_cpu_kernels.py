@@ -1,0 +1,262 @@
+"""Kernels for this CPU against float64, XLA's attention, and each other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_families import family_folder, oracle
+from tiny_checkpoint import dense_logits
+
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.checkpoints import load_model
+from jaxinfer.cpu_kernels import compiler
+from jaxinfer.cpu_kernels.compiler import vectors
+from jaxinfer.cpu_kernels.heads import Heads
+from jaxinfer.cpu_kernels.panels import Panels, in_panels, multiply_panels, rows_of_panels
+from jaxinfer.cpu_kernels.xla_call import speaks
+from jaxinfer.models import family_of
+from jaxinfer.models.layers import linear
+from jaxinfer.params import ParamSpec
+from pallas_kernels import paged_attention as reference
+
+FOUND = vectors()
+pytestmark = pytest.mark.skipif(FOUND is None, reason="no kernels for this CPU")
+WIDTH = FOUND.panel if FOUND else 1
+
+
+def panels(matrix: np.ndarray, inputs: int = 1) -> Panels:
+    spec = ParamSpec(matrix.shape, (None,) * matrix.ndim, inputs=inputs)
+    params = {"w": jnp.asarray(matrix)}
+    assert in_panels(params, {"w": spec}, WIDTH) == 1
+    return params["w"]
+
+
+def test_this_jaxlib_is_spoken_to():
+    assert speaks()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 17, 70])
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (100, 7), (1, 1), (700, 130)])
+def test_products_are_those_of_float64(rows, outputs, inputs):
+    rng = np.random.default_rng(rows)
+    x = rng.standard_normal((rows, inputs), np.float32)
+    matrix = rng.standard_normal((outputs, inputs), np.float32)
+    found = np.asarray(jax.jit(multiply_panels)(x, panels(matrix)))
+    wanted = x.astype(np.float64) @ matrix.T.astype(np.float64)
+    bound = np.abs(x.astype(np.float64)) @ np.abs(matrix.T.astype(np.float64))
+    assert found.shape == wanted.shape
+    assert np.all(np.abs(found - wanted) <= 1e-6 * bound + 1e-30)
+
+
+def test_a_row_has_the_same_bits_in_any_company():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((33, 200), np.float32))
+    weight = panels(rng.standard_normal((300, 200), np.float32))
+    together = np.asarray(multiply_panels(x, weight))
+    for rows in (1, 3, 8, 20):
+        alone = np.asarray(multiply_panels(x[-rows:], weight))
+        np.testing.assert_array_equal(alone, together[-rows:])
+
+
+def test_several_outputs_and_inputs_and_rows_of_a_table():
+    rng = np.random.default_rng(1)
+    matrix = rng.standard_normal((6, 5, 4, 8), np.float32)
+    x = rng.standard_normal((3, 4, 8), np.float32)
+    found = np.asarray(linear(jnp.asarray(x), panels(matrix, inputs=2)))
+    np.testing.assert_allclose(found, np.einsum("tab,xyab->txy", x, matrix), rtol=1e-4, atol=1e-5)
+    table = rng.standard_normal((101, 12), np.float32)
+    tokens = np.array([0, 100, 47, 48, 3], np.int32)
+    found = rows_of_panels(panels(table), jnp.asarray(tokens))
+    np.testing.assert_array_equal(found, table[tokens])
+
+
+def test_only_float32_weights_of_products_are_put_into_panels():
+    specs = {
+        "norm": ParamSpec((4,), ("embed",)),
+        "experts": ParamSpec((2, 4, 4), ("experts", None, None), inputs=1),
+        "half": ParamSpec((4, 4), (None, None), inputs=1),
+        "layers": [{"w": ParamSpec((4, 4), (None, None), inputs=1)}],
+    }
+    half = jnp.ones((4, 4), jnp.bfloat16)
+    params = {"norm": jnp.ones(4), "experts": jnp.ones((2, 4, 4)), "half": half}
+    params["layers"] = [{"w": jnp.ones((4, 4))}]
+    assert in_panels(params, specs, WIDTH) == 1
+    assert isinstance(params["layers"][0]["w"], Panels)
+    assert not any(isinstance(params[name], Panels) for name in ("norm", "experts", "half"))
+
+
+def test_many_threads_may_multiply_at_once():
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.standard_normal((8, 256), np.float32))
+    weight = panels(rng.standard_normal((512, 256), np.float32))
+    wanted, product = np.asarray(multiply_panels(x, weight)), jax.jit(multiply_panels)
+    wrong = []
+
+    def work() -> None:
+        for _ in range(200):
+            if not np.array_equal(product(x, weight), wanted):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+CASES = [
+    # group, kv heads, head_dim, page_size, window, soft_cap, sinks
+    (3, 3, 64, 64, None, None, False),
+    (4, 2, 32, 16, 20, None, True),
+    (8, 1, 128, 32, None, 30.0, False),
+    (1, 2, 256, 16, 7, 50.0, True),
+    (2, 1, 80, 16, None, None, False),
+    (1, 1, 96, 48, 100, None, False),
+]
+
+
+class Pages:
+    """Random pages, in which everything that no query may see is not a number."""
+
+    def __init__(self, heads: tuple[int, int, int], width: int, ends: list[int], page_size: int):
+        kv_heads, group, dim = heads
+        self.rng = np.random.default_rng(3)
+        self.heads = (kv_heads, group)
+        count = len(ends) * width + 1
+        shape = (count, kv_heads, page_size, dim)
+        self.k = self.rng.standard_normal(shape, np.float32)
+        self.v = self.rng.standard_normal(shape, np.float32)
+        rows = self.rng.permutation(np.arange(1, count)).reshape(len(ends), width)
+        self.table = rows.astype(np.int32)
+        self.k[0] = np.nan
+        for row, end in zip(rows, ends, strict=True):
+            whole, rest = divmod(end, page_size)
+            self.k[row[whole + bool(rest) :]] = np.nan
+            if rest:
+                self.k[row[whole], :, rest:] = np.nan
+
+    def sinks(self) -> jax.Array:
+        return jnp.asarray(self.rng.standard_normal(self.heads, np.float32))
+
+
+def attention():
+    from jaxinfer.cpu_kernels import attention  # which needs LLVM
+
+    return attention
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_decode_equals_xlas_attention(case):
+    group, kv_heads, dim, page_size, window, soft_cap, sinks = case
+    ends = [0, 1, page_size, page_size + 1, 4 * page_size]
+    pages = Pages((kv_heads, group, dim), 5, ends, page_size)
+    q = pages.rng.standard_normal((len(ends), kv_heads, group, dim), np.float32) * 2
+    how = {"scale": dim**-0.5, "window": window, "soft_cap": soft_cap}
+    how["sinks"] = pages.sinks() if sinks else None
+    args = (q, pages.k, pages.v, pages.table, np.array(ends, np.int32))
+    args = tuple(map(jnp.asarray, args))
+    found = attention().paged_attention(*args, **how)
+    wanted = reference.paged_attention(*args, implementation="reference", **how)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    assert not np.any(found[0]), "a row that sees nothing is zeros"
+    alone = attention().paged_attention(args[0][3:4], *args[1:3], args[3][3:4], args[4][3:4], **how)
+    np.testing.assert_array_equal(alone[0], found[3])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_prefill_equals_xlas_attention(case):
+    group, kv_heads, dim, page_size, window, soft_cap, sinks = case
+    pieces = [(70, 0), (20, 13), (64, 64), (1, 3)]  # tokens, position
+    ends = [tokens + position for tokens, position in pieces]
+    pages = Pages((kv_heads, group, dim), max(ends) // page_size + 2, ends, page_size)
+    tiles, first = [], 0
+    for slot, (tokens, position) in enumerate(pieces):
+        for done in range(0, tokens, reference.TILE_ROWS):
+            count = min(reference.TILE_ROWS, tokens - done)
+            tiles.append((first + done, count, slot, position + done))
+        first += tokens
+    tiles += [(0, 0, 0, 0)] * 2
+    q = pages.rng.standard_normal((first + 9, kv_heads, group, dim), np.float32) * 2
+    how = {"scale": dim**-0.5, "window": window, "soft_cap": soft_cap}
+    how["sinks"] = pages.sinks() if sinks else None
+    args = (q, pages.k, pages.v, pages.table, np.array(tiles, np.int32))
+    args = tuple(map(jnp.asarray, args))
+    found = attention().paged_prefill(*args, **how)
+    wanted = reference.paged_prefill(*args, implementation="reference", **how)
+    np.testing.assert_allclose(found[:first], wanted[:first], rtol=1e-4, atol=1e-5)
+    assert not np.any(found[first:]), "rows of no tile are zeros"
+
+
+def test_heads_that_do_not_fill_registers_are_left_to_xla():
+    assert Heads(1, 64, 64, 64).taken
+    assert not Heads(1, 60, 60, 64).taken
+    assert not Heads(1, 64, 64, 4).taken
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "deepseek_v3", "gpt2", "qwen3"])
+def test_families_give_transformers_logits_with_panels(family, tmp_path):
+    model = load_model(family_folder(tmp_path / family, family), dtype="float32")
+    specs = family_of(model.config.family).param_specs(model.config)
+    assert in_panels(model.params, specs, WIDTH) > 3
+    tokens, wanted = oracle(family)
+    found = dense_logits(model.config, model.params, tokens)
+    assert np.abs(found - wanted).max() / np.abs(wanted).max() < 1e-4
+
+
+def test_an_engine_says_the_same_with_kernels_and_without(tmp_path):
+    folder = family_folder(tmp_path / "gemma3_text", "gemma3_text")
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 16, "max_model_len": 64}
+    prompts = [list(range(5, 50)), [9, 8, 7], list(range(3, 20))]
+    params = SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True)
+    said = []
+    for cpu_kernels in (True, False):
+        llm = LLM(folder, dtype="float32", cpu_kernels=cpu_kernels, **sizes)
+        runner = llm.engine.runner
+        assert isinstance(runner.params["layers"][0]["qkv"], Panels) == cpu_kernels
+        said.append([completion.token_ids for completion in llm.generate(prompts, params)])
+    assert said[0] == said[1]
+
+
+def test_damaged_code_in_the_cache_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
+    script = "from jaxinfer.cpu_kernels import matmul; print(matmul.register())"
+
+    def run() -> str:
+        return subprocess.run(
+            [sys.executable, "-c", script], check=True, capture_output=True, text=True
+        ).stdout
+
+    name = run()
+    (file,) = (tmp_path / "kernels").iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert run() == name
+    assert file.read_bytes() == whole
+
+
+NARROW = """
+from jaxinfer.cpu_kernels import compiler
+compiler._INSTRUCTIONS = tuple(s for s in compiler._INSTRUCTIONS if s[1].lanes == {lanes})
+compiler._INSTRUCTIONS = tuple(("sse2", s[1]) for s in compiler._INSTRUCTIONS)
+import pytest, sys
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "{file}", "-k",
+    "company or several_outputs or (float64 and 100-7) or (equals_xlas and 16)"]))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="says sse2 of every x86")
+@pytest.mark.parametrize("lanes", [8, 4])
+def test_narrower_registers_do_as_well(lanes):
+    if not compiler.host_has("sse2"):
+        pytest.skip("not an x86")
+    script = NARROW.format(lanes=lanes, file=Path(__file__))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
