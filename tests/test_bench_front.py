@@ -14,7 +14,7 @@ from jaxinfer_service.bench.clients import prompts
 from jaxinfer_service.bench.doors import HttpDoor, door
 from jaxinfer_service.bench.own_server import Meter, own_server, thread_seconds
 from jaxinfer_service.cli import app as cli
-from serving import TOKENIZER, in_loop, serving, until
+from serving import TOKENIZER, in_loop, serving, until, wait_until
 from typer.testing import CliRunner
 
 from jaxinfer.bench.setup import BenchEngine
@@ -125,8 +125,9 @@ async def test_http_load_keeps_connections_and_says_what_was_refused():
         for _ in range(2):
             assert sum([n async for n in way.stream(WorkItem((40, 41), 7))]) == 7
             assert len(way._idle) == 1
-        way._idle[0].writer.close()  # as a server that waited long enough does
-        way._idle[0].reader.feed_eof()
+        way._idle[0].reader.feed_eof()  # as of a server that waited long enough
+        assert sum([n async for n in way.stream(WorkItem((40,), 3))]) == 3
+        way._idle[0].writer.transport.abort()  # closed, which is not known yet
         assert sum([n async for n in way.stream(WorkItem((40,), 3))]) == 3
         with pytest.raises(ConnectionError, match=r"HTTP 400: .*max_model_len"):
             async for _ in way.stream(WorkItem((40,), 10_000)):
@@ -182,11 +183,12 @@ def test_the_front_is_what_came_after_the_engine():
     assert of_engine.front < of_engine.process / 2
     front_thread = threading.Thread(target=busy)
     front_thread.start()
-    asyncio.run(asyncio.sleep(0.3))
-    stop.set()
+    try:
+        wait_until(lambda: meter.spent().front > of_engine.front + 0.05)
+    finally:
+        stop.set()
     both = meter.spent()
-    assert both.front > of_engine.front + 0.02
-    assert both.process >= both.front and both.wall >= 0.6
+    assert both.process >= both.front and both.wall > 0.3
 
 
 def test_numbers_of_streams_are_numbers():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 from urllib.parse import urlsplit
@@ -126,6 +126,21 @@ class HttpDoor:
             link.writer.close()
         return None
 
+    async def _sent(self, request: Sequence[Any]) -> tuple[_Link, int]:
+        """The connection that a request went over, and the status of the answer. A kept one may
+        have been closed by the server just now; then the next one is tried."""
+        while True:
+            kept = self._kept()
+            link = kept or await _Link.open(self._host, self._port)
+            try:
+                for event in request:
+                    link.writer.write(link.http.send(event) or b"")
+                return link, await link.head()
+            except BaseException as error:
+                link.writer.close()
+                if kept is None or not isinstance(error, OSError):
+                    raise
+
     @contextlib.asynccontextmanager
     async def _asked(self, method: str, path: str, body: bytes = b"") -> AsyncIterator[_Answer]:
         """One request, on a connection that is kept if its answer was read to the end."""
@@ -135,11 +150,9 @@ class HttpDoor:
         if body:
             head += [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
         request = h11.Request(method=method, target=path, headers=head)
-        link = self._kept() or await _Link.open(self._host, self._port)
+        link, status = await self._sent((request, h11.Data(data=body), h11.EndOfMessage()))
         try:
-            for event in (request, h11.Data(data=body), h11.EndOfMessage()):
-                link.writer.write(link.http.send(event) or b"")
-            yield _Answer(link, await link.head())
+            yield _Answer(link, status)
         finally:
             if link.http.their_state is h11.DONE and link.http.our_state is h11.DONE:
                 link.http.start_next_cycle()

@@ -145,7 +145,7 @@ async def _turn(own: OwnServer, way: str, job: dict[str, Any], meter: Meter, cel
         await own.offline(items)
         cell.enter(tokens, meter.spent())
         return
-    own.link.ttfts.clear()
+    ttfts = own.link.time_firsts()
     records = (await own.load(kind="load", servers=[own.targets[way]], **job))["records"]
     spent = meter.spent()
     if failed := [record["error"] for record in records if "error" in record]:
@@ -153,7 +153,7 @@ async def _turn(own: OwnServer, way: str, job: dict[str, Any], meter: Meter, cel
     cell.enter(tokens, spent)
     cell.enter_messages(tokens, sum(record["messages"] for record in records), spent)
     for item, record in zip(items, records):
-        cell.added_ttft_ms.append((record["ttft"] - own.link.ttfts[item.prompt]) * 1e3)
+        cell.added_ttft_ms.append((record["ttft"] - ttfts[item.prompt]) * 1e3)
 
 
 def _publish(cells: Cells, json_to: str | None) -> None:

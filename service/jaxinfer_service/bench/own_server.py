@@ -76,29 +76,39 @@ def thread_seconds() -> dict[int, float]:
 
 
 class _Watched(EngineThread):
-    """The engine's thread. `aside` takes the events if it is set, instead of the front."""
+    """The engine's thread. `aside` takes the events if it is set, instead of the front.
+
+    `ttfts`: once `time_firsts` was called, seconds from arrival to the first token, by prompt.
+    """
 
     def __init__(self, engine: Engine, on_events: OnEvents, on_stop: OnStop):
         super().__init__(engine, self._sort, on_stop)
         self._front = on_events
         self.aside: OnEvents | None = None
         self._arrived: dict[str, tuple[tuple[int, ...], float]] = {}  # prompt and time, by id
-        self.ttfts: dict[tuple[int, ...], float] = {}  # seconds from arrival, by prompt
+        self.ttfts: dict[tuple[int, ...], float] | None = None
 
     @property
     def native_id(self) -> int:
         return self._thread.native_id or 0
 
+    def time_firsts(self) -> dict[tuple[int, ...], float]:
+        """Begin anew, with what was sent since; the dict fills as first tokens come."""
+        self._arrived, self.ttfts = {}, {}
+        return self.ttfts
+
     def send(self, command: Command) -> None:
-        if isinstance(command, Submit):
+        if isinstance(command, Submit) and self.ttfts is not None:
             request = command.request
             self._arrived[request.id] = request.prompt, request.arrival
         super().send(command)
 
     def _sort(self, events: list[SequenceEvent]) -> None:
-        for event in events:
+        ttfts = self.ttfts
+        for event in events if ttfts is not None else ():
             if event.tokens and (arrived := self._arrived.pop(event.request_id, None)):
-                self.ttfts[arrived[0]] = event.time - arrived[1]
+                assert ttfts is not None
+                ttfts[arrived[0]] = event.time - arrived[1]
         (self.aside or self._front)(events)
 
 
