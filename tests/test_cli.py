@@ -125,6 +125,7 @@ def test_the_options_of_serve_reach_the_engine(monkeypatch):
     }  # fmt: skip
     flat = [str(part) for pair in args.items() for part in pair]
     more = ("--served-model-name", "m", "--no-overlap", "--no-prefix-cache", "--deterministic")
+    more += ("--no-cpu-kernels",)
     config, source = serve_options(monkeypatch, *flat, *more, "--tenant-weight", "b=0.5")
     assert (config.host, config.port, config.drain_timeout, config.stall_limit) == ("::1", 7, 3, 4)
     assert (source.names, source.dtype) == (["n", "m"], "bfloat16")
@@ -150,6 +151,7 @@ def test_the_options_of_serve_reach_the_engine(monkeypatch):
         interactive_reserve=0.5,
         deterministic=True,
         quantization="w8a8",
+        cpu_kernels=False,
     )
     changed = dataclasses.asdict(source.engine).items() - dataclasses.asdict(EngineConfig()).items()
     assert {"dtype"} == {f.name for f in dataclasses.fields(EngineConfig)} - dict(changed).keys()
