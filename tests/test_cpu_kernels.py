@@ -38,7 +38,7 @@ WIDTH = FOUND.panel if FOUND else 1
 def panels(matrix: np.ndarray, inputs: int = 1) -> Panels:
     spec = ParamSpec(matrix.shape, (None,) * matrix.ndim, inputs=inputs)
     params = {"w": jnp.asarray(matrix)}
-    assert in_panels(params, {"w": spec}, WIDTH) == 1
+    assert in_panels(params, {"w": spec}, WIDTH) == {params["w"].dtype.name: 1}
     return params["w"]
 
 
@@ -48,10 +48,11 @@ def test_this_jaxlib_is_spoken_to():
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 17, 70])
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 64), (100, 7), (1, 1), (700, 130)])
-def test_products_are_those_of_float64(rows, outputs, inputs):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_products_are_those_of_float64(rows, outputs, inputs, dtype):
     rng = np.random.default_rng(rows)
     x = rng.standard_normal((rows, inputs), np.float32)
-    matrix = rng.standard_normal((outputs, inputs), np.float32)
+    matrix = rng.standard_normal((outputs, inputs), np.float32).astype(jnp.dtype(dtype))
     found = np.asarray(jax.jit(multiply_panels)(x, panels(matrix)))
     wanted = x.astype(np.float64) @ matrix.T.astype(np.float64)
     bound = np.abs(x.astype(np.float64)) @ np.abs(matrix.T.astype(np.float64))
@@ -81,19 +82,21 @@ def test_several_outputs_and_inputs_and_rows_of_a_table():
     np.testing.assert_array_equal(found, table[tokens])
 
 
-def test_only_float32_weights_of_products_are_put_into_panels():
+def test_only_weights_of_products_are_put_into_panels():
     specs = {
         "norm": ParamSpec((4,), ("embed",)),
         "experts": ParamSpec((2, 4, 4), ("experts", None, None), inputs=1),
         "half": ParamSpec((4, 4), (None, None), inputs=1),
+        "whole": ParamSpec((4, 4), (None, None), inputs=1),
         "layers": [{"w": ParamSpec((4, 4), (None, None), inputs=1)}],
     }
     half = jnp.ones((4, 4), jnp.bfloat16)
     params = {"norm": jnp.ones(4), "experts": jnp.ones((2, 4, 4)), "half": half}
+    params["whole"] = jnp.ones((4, 4), jnp.int8)
     params["layers"] = [{"w": jnp.ones((4, 4))}]
-    assert in_panels(params, specs, WIDTH) == 1
-    assert isinstance(params["layers"][0]["w"], Panels)
-    assert not any(isinstance(params[name], Panels) for name in ("norm", "experts", "half"))
+    assert in_panels(params, specs, WIDTH) == {"float32": 1, "bfloat16": 1}
+    assert all(isinstance(w, Panels) for w in (params["layers"][0]["w"], params["half"]))
+    assert not any(isinstance(params[name], Panels) for name in ("norm", "experts", "whole"))
 
 
 def test_panels_are_quantised_as_what_they_hold():
@@ -101,7 +104,7 @@ def test_panels_are_quantised_as_what_they_hold():
     specs = {"w": ParamSpec((50, 4, 8), ("embed", "kv_heads", None), inputs=2)}
     plain = {"w": jnp.asarray(np.random.default_rng(3).standard_normal((50, 4, 8), np.float32))}
     params = dict(plain)
-    assert in_panels(params, specs, WIDTH) == 1
+    assert in_panels(params, specs, WIDTH) == {"float32": 1}
     np.testing.assert_array_equal(params["w"].array(), plain["w"])
     found, wanted = (quantise_params(p, specs, "w8a8", "float32") for p in (params, plain))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -129,13 +132,13 @@ def test_many_threads_may_multiply_at_once():
 
 
 CASES = [
-    # group, kv heads, head_dim, page_size, window, soft_cap, sinks
-    (3, 3, 64, 64, None, None, False),
-    (4, 2, 32, 16, 20, None, True),
-    (8, 1, 128, 32, None, 30.0, False),
-    (1, 2, 256, 16, 7, 50.0, True),
-    (2, 1, 80, 16, None, None, False),
-    (1, 1, 96, 48, 100, None, False),
+    # group, kv heads, head_dim, page_size, window, soft_cap, sinks, pages
+    (3, 3, 64, 64, None, None, False, "float32"),
+    (4, 2, 32, 16, 20, None, True, "float32"),
+    (8, 1, 128, 32, None, 30.0, False, "bfloat16"),
+    (1, 2, 256, 16, 7, 50.0, True, "float32"),
+    (2, 1, 80, 16, None, None, False, "float16"),
+    (1, 1, 96, 48, 100, None, False, "float32"),
 ]
 
 
@@ -163,6 +166,19 @@ class Pages:
         return jnp.asarray(self.rng.standard_normal(self.heads, np.float32))
 
 
+def stored(args: tuple, dtype: str) -> tuple:
+    """Queries and pages in `dtype`, and the rest as it is."""
+    arrays = list(map(jnp.asarray, args))
+    return (*(array.astype(dtype) for array in arrays[:3]), *arrays[3:])
+
+
+def near(found: jax.Array, wanted: jax.Array) -> None:
+    """Within what the dtype rounds."""
+    loose = 1e-4 if found.dtype == jnp.float32 else 0.02
+    as_floats = (np.asarray(array, np.float32) for array in (found, wanted))
+    np.testing.assert_allclose(*as_floats, rtol=loose, atol=loose)
+
+
 def attention():
     from jaxinfer.cpu_kernels import attention  # which needs LLVM
 
@@ -171,17 +187,17 @@ def attention():
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_decode_equals_xlas_attention(case):
-    group, kv_heads, dim, page_size, window, soft_cap, sinks = case
+    group, kv_heads, dim, page_size, window, soft_cap, sinks, dtype = case
     ends = [0, 1, page_size, page_size + 1, 4 * page_size]
     pages = Pages((kv_heads, group, dim), 5, ends, page_size)
     q = pages.rng.standard_normal((len(ends), kv_heads, group, dim), np.float32) * 2
     how = {"scale": dim**-0.5, "window": window, "soft_cap": soft_cap}
     how["sinks"] = pages.sinks() if sinks else None
     args = (q, pages.k, pages.v, pages.table, np.array(ends, np.int32))
-    args = tuple(map(jnp.asarray, args))
+    args = stored(args, dtype)
     found = attention().paged_attention(*args, **how)
     wanted = reference.paged_attention(*args, implementation="reference", **how)
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    near(found, wanted)
     assert not np.any(found[0]), "a row that sees nothing is zeros"
     alone = attention().paged_attention(args[0][3:4], *args[1:3], args[3][3:4], args[4][3:4], **how)
     np.testing.assert_array_equal(alone[0], found[3])
@@ -189,7 +205,7 @@ def test_decode_equals_xlas_attention(case):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_prefill_equals_xlas_attention(case):
-    group, kv_heads, dim, page_size, window, soft_cap, sinks = case
+    group, kv_heads, dim, page_size, window, soft_cap, sinks, dtype = case
     pieces = [(70, 0), (20, 13), (64, 64), (1, 3)]  # tokens, position
     ends = [tokens + position for tokens, position in pieces]
     pages = Pages((kv_heads, group, dim), max(ends) // page_size + 2, ends, page_size)
@@ -204,10 +220,10 @@ def test_prefill_equals_xlas_attention(case):
     how = {"scale": dim**-0.5, "window": window, "soft_cap": soft_cap}
     how["sinks"] = pages.sinks() if sinks else None
     args = (q, pages.k, pages.v, pages.table, np.array(tiles, np.int32))
-    args = tuple(map(jnp.asarray, args))
+    args = stored(args, dtype)
     found = attention().paged_prefill(*args, **how)
     wanted = reference.paged_prefill(*args, implementation="reference", **how)
-    np.testing.assert_allclose(found[:first], wanted[:first], rtol=1e-4, atol=1e-5)
+    near(found[:first], wanted[:first])
     assert not np.any(found[first:]), "rows of no tile are zeros"
 
 
@@ -221,24 +237,30 @@ def test_heads_that_do_not_fill_registers_are_left_to_xla():
 def test_families_give_transformers_logits_with_panels(family, tmp_path):
     model = load_model(family_folder(tmp_path / family, family), dtype="float32")
     specs = family_of(model.config.family).param_specs(model.config)
-    assert in_panels(model.params, specs, WIDTH) > 3
+    assert in_panels(model.params, specs, WIDTH)["float32"] > 3
     tokens, wanted = oracle(family)
     found = dense_logits(model.config, model.params, tokens)
     assert np.abs(found - wanted).max() / np.abs(wanted).max() < 1e-4
 
 
-def test_an_engine_says_the_same_with_kernels_and_without(tmp_path):
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_says_the_same_with_kernels_and_without(tmp_path, dtype):
     folder = family_folder(tmp_path / "gemma3_text", "gemma3_text")
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 16, "max_model_len": 64}
     prompts = [list(range(5, 50)), [9, 8, 7], list(range(3, 20))]
-    params = SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True, logprobs=0)
     said = []
     for cpu_kernels in (True, False):
-        llm = LLM(folder, dtype="float32", cpu_kernels=cpu_kernels, **sizes)
+        llm = LLM(folder, dtype=dtype, cpu_kernels=cpu_kernels, **sizes)
         runner = llm.engine.runner
         assert isinstance(runner.params["layers"][0]["qkv"], Panels) == cpu_kernels
-        said.append([completion.token_ids for completion in llm.generate(prompts, params)])
-    assert said[0] == said[1]
+        said.append(llm.generate(prompts, params))
+    for one, other in zip(*said, strict=True):
+        if dtype == "float32":
+            assert one.token_ids == other.token_ids
+        first = [completion.logprobs[0].logprob for completion in (one, other)]
+        assert first[0] == pytest.approx(first[1], abs=1e-4 if dtype == "float32" else 0.05)
 
 
 def test_a_benchmarks_variants_have_their_weights_as_they_say(tmp_path, monkeypatch):
@@ -256,7 +278,7 @@ def test_a_benchmarks_variants_have_their_weights_as_they_say(tmp_path, monkeypa
 
 def test_damaged_code_in_the_cache_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
-    script = "from jaxinfer.cpu_kernels import matmul; print(matmul.register())"
+    script = "from jaxinfer.cpu_kernels import matmul; print(matmul.register('float32'))"
 
     def run() -> str:
         return subprocess.run(

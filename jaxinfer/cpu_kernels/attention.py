@@ -1,4 +1,4 @@
-"""Attention over float32 pages, read where they lie: as `pallas_kernels.paged_attention` has it.
+"""Attention over pages, read where they lie: as `pallas_kernels.paged_attention` has it.
 
 What a row's result is made of, and in which order, follows from its own position alone.
 """
@@ -73,7 +73,8 @@ def paged_prefill(
 
 
 def _heads(q: Array, k_pool: Array, v_pool: Array, soft_cap: float | None) -> Heads:
-    return Heads(q.shape[2], q.shape[3], v_pool.shape[3], k_pool.shape[2], soft_cap or 0.0)
+    sizes = (q.shape[2], q.shape[3], v_pool.shape[3], k_pool.shape[2])
+    return Heads(*sizes, soft_cap or 0.0, k_pool.dtype.name)
 
 
 def _sinks(sinks: Float[Array, "KV G"] | None, q: Array) -> Float[Array, "KV G"]:

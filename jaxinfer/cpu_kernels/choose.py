@@ -10,7 +10,7 @@ import jax
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.cpu_kernels.compiler import Vectors, vectors
 from jaxinfer.cpu_kernels.heads import Heads
-from jaxinfer.cpu_kernels.panels import in_panels
+from jaxinfer.cpu_kernels.panels import STORED, in_panels
 from jaxinfer.kv_pool import KVGroup
 from jaxinfer.models import family_of
 
@@ -38,21 +38,20 @@ def prepare_weights(model: LoadedModel, config: EngineConfig) -> None:
         return
     from jaxinfer.cpu_kernels import matmul  # which needs LLVM
 
-    matmul.register()  # before programs that call it are loaded
     specs = family_of(model.config.family).param_specs(model.config)
-    count = in_panels(model.params, specs, found.panel)
-    if count:
-        width = f"{found.lanes} floats a register"
-        logger.info(f"{count} float32 weights are multiplied by kernels for this CPU, {width}")
+    for dtype, count in in_panels(model.params, specs, found.panel).items():
+        matmul.register(dtype)  # before programs that call it are loaded
+        width = f"{found.lanes} numbers a register"
+        logger.info(f"{count} {dtype} weights are multiplied by kernels for this CPU, {width}")
 
 
 def attention_heads(config: EngineConfig, model: ModelConfig, group: KVGroup) -> Heads | None:
     """What the kernels of attention are made for; None: XLA attends."""
-    plain = group.dtype == "float32" and group.value_dim is None
+    plain = group.dtype in STORED and group.value_dim is None
     if vectors_for(config) is None or not plain:
         return None
     cap = model.attention_soft_cap or 0.0
-    heads = Heads(model.group_size, *group.dims, group.page_size, cap)
+    heads = Heads(model.group_size, *group.dims, group.page_size, cap, group.dtype)
     if not heads.taken:
         return None
     from jaxinfer.cpu_kernels import attention  # which needs LLVM

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from jaxinfer.cpu_kernels.emit import F32, I32, I64, Emitter, number
+from jaxinfer.cpu_kernels.emit import F32, I32, I64, STORED, Emitter, number
 from jaxinfer.cpu_kernels.heads import Heads
 from jaxinfer.cpu_kernels.softmax import Rows, begin, finish, weigh
 from jaxinfer.cpu_kernels.vector_math import total
@@ -35,8 +35,8 @@ def decode_row(heads: Heads, e: Emitter, buffers: Sequence[Buffer], item: ir.Val
     with e.each(e.sdiv(first, size), pages) as turn:
         page = e.sext(e.read(table.data, e.add(e.mul(slot, table.shape[1]), turn), I32), I64)
         place, start = e.mul(e.add(e.mul(page, kv_heads), head), size), e.mul(turn, size)
-        keys = e.at(k.data, e.mul(place, number(heads.key_dim)))
-        values = e.at(v.data, e.mul(place, number(dim)))
+        keys = e.at(k.data, e.mul(place, number(heads.key_dim)), STORED[heads.pages])
+        values = e.at(v.data, e.mul(place, number(dim)), STORED[heads.pages])
         seen = e.sub(first, start), e.sub(end, start)
         with e.each(number(0), group) as row:
             own = e.at(query, e.mul(row, number(heads.key_dim)))
@@ -53,7 +53,8 @@ def _score(heads: Heads, e: Emitter, query: ir.Value, keys: ir.Value, scores: ir
     with e.each(number(0), number(heads.page_size)) as key:
         base, products = e.mul(key, number(heads.key_dim)), None
         for i, part in enumerate(own):
-            entry = e.read_vector(keys, e.add(base, number(heads.lanes * i)), heads.lanes)
+            at = e.add(base, number(heads.lanes * i))
+            entry = e.read_vector(keys, at, heads.lanes, heads.pages)
             products = (
                 e.fmul(part, entry) if products is None else e.multiply_add(part, entry, products)
             )
@@ -77,7 +78,7 @@ def _attend(
     with e.each(number(0), number(heads.page_size)) as key:
         weight, base = e.splat(e.read(weights, key), lanes), e.mul(key, number(heads.value_dim))
         for i, place in zip(parts, sums, strict=True):
-            entry = e.read_vector(values, e.add(base, number(i)), lanes)
+            entry = e.read_vector(values, e.add(base, number(i)), lanes, heads.pages)
             e.store(e.multiply_add(weight, entry, e.load(place, typ=kind)), place)
     for i, place in zip(parts, sums, strict=True):
         e.write_vector(e.load(place, typ=kind), attended, i)

@@ -10,6 +10,8 @@ from llvmlite import ir
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 POINTER, VOID = ir.PointerType(), ir.VoidType()
 NULL = ir.Constant(POINTER, None)
+# What numbers are stored as; LLVM has no arithmetic of bfloat16 on most CPUs, and need not.
+STORED = {"float32": F32, "bfloat16": ir.IntType(16), "float16": ir.HalfType()}
 
 
 def number(value: int) -> ir.Constant:
@@ -49,9 +51,21 @@ class Emitter(ir.IRBuilder):
         """An element of an array of `kind`."""
         return self.load(self.at(base, index, kind), typ=kind)
 
-    def read_vector(self, base: ir.Value, index: ir.Value | int, lanes: int) -> ir.Value:
-        """So many consecutive elements of a float array, wherever they begin."""
-        return self.load(self.at(base, index), align=4, typ=ir.VectorType(F32, lanes))
+    def read_vector(
+        self, base: ir.Value, index: ir.Value | int, lanes: int, dtype: str = "float32"
+    ) -> ir.Value:
+        """So many consecutive elements of an array of `dtype`, wherever they begin, as floats."""
+        kind, floats = STORED[dtype], ir.VectorType(F32, lanes)
+        size = 4 if kind == F32 else 2
+        place = self.at(base, index, kind)
+        stored = self.load(place, align=size, typ=ir.VectorType(kind, lanes))
+        if kind == F32:
+            return stored
+        if dtype == "float16":
+            return self.fpext(stored, floats)
+        whole = ir.VectorType(I32, lanes)  # bfloat16 is the upper half of a float
+        upper = self.shl(self.zext(stored, whole), ir.Constant(whole, [16] * lanes))
+        return self.bitcast(upper, floats)
 
     def write_vector(self, value: ir.Value, base: ir.Value, index: ir.Value | int) -> None:
         """Write consecutive elements of a float array."""

@@ -9,13 +9,14 @@ from jaxinfer.cpu_kernels.compiler import Vectors, vectors
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Heads of queries over float32 pages.
+    """Heads of queries over pages.
 
     Attributes:
         group: query heads that share keys.
         key_dim / value_dim: of a key and of a value.
         page_size: tokens of a page.
         soft_cap: c makes scores c * tanh(score / c); 0: as they are.
+        pages: the dtype of pages.
     """
 
     group: int
@@ -23,6 +24,7 @@ class Heads:
     value_dim: int
     page_size: int
     soft_cap: float = 0.0
+    pages: str = "float32"
 
     @property
     def taken(self) -> bool:
@@ -36,7 +38,7 @@ class Heads:
         """Of all that a kernel depends on."""
         sizes = (self.group, self.key_dim, self.value_dim, self.page_size, self.lanes)
         cap = f"_{self.soft_cap}" if self.soft_cap else ""
-        return "_".join(map(str, sizes)) + cap
+        return "_".join(map(str, (*sizes, self.pages))) + cap
 
     @property
     def lanes(self) -> int:

@@ -1,4 +1,4 @@
-"""Products of rows with float32 weights that lie in panels: see `panels`.
+"""Products of rows with weights that lie in panels: see `panels`. All sums are in float32.
 
 A sum is made in one lane of a register, in the order of the columns, whatever the number of rows: a
 row's result does not depend on its neighbours. A panel is read once for as many rows as registers
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from llvmlite import ir
 
 from jaxinfer.cpu_kernels import xla_call
 from jaxinfer.cpu_kernels.compiler import Vectors, vectors
-from jaxinfer.cpu_kernels.emit import I64, Emitter, number
+from jaxinfer.cpu_kernels.emit import I64, STORED, Emitter, number
 from jaxinfer.cpu_kernels.tiles import Tile, tile
 from jaxinfer.cpu_kernels.xla_call import Buffer
 
@@ -25,30 +26,55 @@ from jaxinfer.cpu_kernels.xla_call import Buffer
 # panels, which lie in a row in a piece; with many, threads should end together.
 PIECES, MANY_ROWS = 8, 64
 BLOCK = 128  # rows that stay in the CPU's cache beside a panel
-AHEAD = 2048  # floats between what is read of a panel and what is fetched: memory answers late
+AHEAD = 2048  # numbers between what is read of a panel and what is fetched: memory answers late
+
+
+class Product(NamedTuple):
+    """What a kernel is made of.
+
+    Attributes:
+        dtype: of the panels.
+        vectors: what it computes with.
+        tiles: products of 1, 2, … rows with a panel.
+    """
+
+    dtype: str
+    vectors: Vectors
+    tiles: list[ir.Function]
+
+    def at(self, e: Emitter, panel: ir.Value, index: ir.Value) -> ir.Value:
+        """The address of a number of a panel."""
+        return e.at(panel, index, STORED[self.dtype])
 
 
 def multiply(x: Float[Array, "T K"], panels: Float[Array, "P K W"]) -> Float[Array, "T PW"]:
-    """x times all columns of the panels, side by side."""
+    """float32 x times all columns of the panels, side by side."""
     count, _, width = panels.shape
     result = jax.ShapeDtypeStruct((x.shape[0], count * width), jnp.float32)
-    return jax.ffi.ffi_call(register(), result)(x, panels)
+    return jax.ffi.ffi_call(register(panels.dtype.name), result)(x, panels)
 
 
-@xla_call.once
-def register() -> str:
-    """Make the kernel known to XLA, which compiles it; its name there."""
-    found = vectors()
-    assert found is not None
-    name, module = f"jaxinfer_matmul_{found.lanes}", ir.Module("matmul")
-    width = found.panel
-    tiles = [
-        tile(module, rows, found.wide, found.lanes, width, fetches=True)
-        for rows in range(1, found.rows + 1)
-    ]
-    compute = functools.partial(_piece, tiles, found)
-    xla_call.register(name, module, (2, 3, 2), 1, _items, compute)
-    return name
+def register(dtype: str) -> str:
+    """Make the kernel for panels of `dtype` known to XLA, which compiles it; its name there."""
+    return _registered(dtype)()
+
+
+@functools.cache
+def _registered(dtype: str) -> xla_call.Named:
+    @xla_call.once
+    def register() -> str:
+        found = vectors()
+        assert found is not None
+        name, module = f"jaxinfer_matmul_{dtype}_{found.lanes}", ir.Module("matmul")
+        tiles = [
+            tile(module, rows, found.wide, found.lanes, found.panel, dtype, fetches=True)
+            for rows in range(1, found.rows + 1)
+        ]
+        compute = functools.partial(_piece, Product(dtype, found, tiles))
+        xla_call.register(name, module, (2, 3, 2), 1, _items, compute)
+        return name
+
+    return register
 
 
 def _pieces(e: Emitter, x: Buffer, panels: Buffer) -> ir.Value:
@@ -67,13 +93,7 @@ def _items(e: Emitter, buffers: Sequence[Buffer]) -> ir.Value:
     return e.mul(_pieces(e, *buffers[:2]), _blocks(e, buffers[0]))
 
 
-def _piece(
-    tiles: list[ir.Function],
-    found: Vectors,
-    e: Emitter,
-    buffers: Sequence[Buffer],
-    item: ir.Value,
-) -> None:
+def _piece(product: Product, e: Emitter, buffers: Sequence[Buffer], item: ir.Value) -> None:
     """A block of rows times consecutive panels."""
     x, panels, out = buffers
     (count, depth, _), width = panels.shape, out.shape[1]
@@ -83,19 +103,19 @@ def _piece(
     rows = e.select(e.icmp_signed("<", left, number(BLOCK)), left, number(BLOCK))
     block = Buffer(e.at(x.data, e.mul(row, depth)), (rows, depth))
     first, last = (e.sdiv(e.mul(e.add(piece, number(i)), count), pieces) for i in range(2))
+    side = number(product.vectors.panel)
     with e.each(first, last) as i:
-        panel = e.at(panels.data, e.mul(i, e.mul(depth, number(found.panel))))
-        columns = e.at(out.data, e.add(e.mul(row, width), e.mul(i, number(found.panel))))
-        _panel(tiles, found, e, block, panel, Buffer(columns, out.shape))
+        panel = product.at(e, panels.data, e.mul(i, e.mul(depth, side)))
+        columns = e.at(out.data, e.add(e.mul(row, width), e.mul(i, side)))
+        _panel(product, e, block, panel, Buffer(columns, out.shape))
 
 
-def _panel(
-    tiles: list[ir.Function], found: Vectors, e: Emitter, x: Buffer, panel: ir.Value, out: Buffer
-) -> None:
+def _panel(product: Product, e: Emitter, x: Buffer, panel: ir.Value, out: Buffer) -> None:
     """All rows times one panel, in tiles of nearly equal height."""
-    (rows, depth), width, most = x.shape, out.shape[1], number(found.rows)
+    (rows, depth), width, most = x.shape, out.shape[1], number(product.vectors.rows)
     far = number(AHEAD)
-    beyond = e.at(panel, e.add(e.mul(depth, number(found.panel)), far))
+    beyond = product.at(e, panel, e.add(e.mul(depth, number(product.vectors.panel)), far))
+    later = product.at(e, panel, far)
     first, height = e.variable(I64), e.variable(I64)
     e.store(number(0), first)
     with e.as_long_as(lambda: e.icmp_signed("<", e.load(first, typ=I64), rows)):
@@ -106,8 +126,8 @@ def _panel(
         # The first tile waits for its own panel, the second has time to fetch the next one.
         begins = e.icmp_signed("==", row, number(0))
         second = e.icmp_signed("<=", row, most)
-        ahead = e.select(begins, e.at(panel, far), e.select(second, beyond, panel))
+        ahead = e.select(begins, later, e.select(second, beyond, panel))
         start, place = e.at(x.data, e.mul(row, depth)), e.at(out.data, e.mul(row, width))
         e.store(e.add(row, e.load(height, typ=I64)), first)
         given = Tile(start, panel, ahead, place, depth, depth, width)
-        e.call_one_of(tiles, e.sub(e.load(height, typ=I64), number(1)), given)
+        e.call_one_of(product.tiles, e.sub(e.load(height, typ=I64), number(1)), given)

@@ -1,8 +1,9 @@
-"""A float32 weight as the kernel of `matmul` reads it: from one end to the other."""
+"""A weight as the kernel of `matmul` reads it: from one end to the other."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxinfer.params import ParamSpec, Tree, is_spec
 
 PANELS_AT_ONCE = 16  # that a thread copies
+STORED = ("float32", "bfloat16", "float16")  # what kernels read
 
 
 @jax.tree_util.register_dataclass
@@ -24,7 +26,7 @@ class Panels:
     """A parameter [*outputs, *inputs] in the place of its array.
 
     Attributes:
-        values: f32[panels, K, W]: W rows of the flat matrix [N, K] side by side, column by column;
+        values: [panels, K, W]: W rows of the flat matrix [N, K] side by side, column by column;
             the last panel is filled up with zeros.
         shape: the parameter's own.
     """
@@ -44,23 +46,23 @@ class Panels:
         return rows[: math.prod(self.shape) // columns].reshape(self.shape)
 
 
-def in_panels(params: Tree, specs: Tree, width: int) -> int:
-    """Put the float32 weights of products, but for those of experts, into panels of `width`; how
-    many there were.
+def in_panels(params: Tree, specs: Tree, width: int) -> Counter[str]:
+    """Put the weights of products, but for those of experts and quantised ones, into panels of
+    `width`; how many there were of each dtype.
 
     One after the other in the place of its array, so that both are in memory of one weight only.
     """
-    count = 0
+    counts = Counter[str]()
     with ThreadPoolExecutor() as threads:
         for place, key, spec in _places(params, specs):
             array = place[key]
             taken = spec.inputs and spec.axes[0] != "experts"
-            if taken and isinstance(array, jax.Array) and array.dtype == jnp.float32:
+            if taken and isinstance(array, jax.Array) and array.dtype.name in STORED:
                 matrix = np.asarray(array).reshape(-1, math.prod(spec.shape[-spec.inputs :]))
                 del array
                 place[key] = Panels(jnp.asarray(_packed(matrix, width, threads)), spec.shape)
-                count += 1
-    return count
+                counts[matrix.dtype.name] += 1
+    return counts
 
 
 def without_panels(params: Tree) -> Tree:
@@ -86,7 +88,7 @@ def _packed(
 ) -> Float[np.ndarray, "P K W"]:
     rows, columns = matrix.shape
     count = -(-rows // width)
-    panels = np.zeros((count, columns, width), np.float32)
+    panels = np.zeros((count, columns, width), matrix.dtype)
 
     def copy(first: int) -> None:
         for i in range(first, min(first + PANELS_AT_ONCE, count)):
@@ -98,11 +100,11 @@ def _packed(
 
 
 def multiply_panels(x: Float[Array, "T K"], weight: Panels) -> Float[Array, "T N"]:
-    """x times the transposed matrix, over its flat outputs."""
+    """x times the transposed matrix in float32, over its flat outputs."""
     from jaxinfer.cpu_kernels.matmul import multiply  # which needs LLVM
 
     columns = math.prod(weight.shape) // x.shape[1]
-    product = multiply(x, weight.values)
+    product = multiply(x.astype(jnp.float32), weight.values)
     return product if product.shape[1] == columns else product[:, :columns]
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from jaxinfer.cpu_kernels.emit import F32, I32, I64, POINTER, VOID, Emitter, number
+from jaxinfer.cpu_kernels.emit import F32, I32, I64, POINTER, STORED, VOID, Emitter, number
 from jaxinfer.cpu_kernels.heads import Heads
 from jaxinfer.cpu_kernels.softmax import Rows, begin, finish, weigh
 from jaxinfer.cpu_kernels.tiles import Tile, tile
@@ -34,7 +34,7 @@ def tiles_for(module: ir.Module, heads: Heads) -> Tiles:
     """The products that `prefill_tile` calls."""
     lanes, most = heads.lanes, range(1, heads.rows + 1)
     sizes = (heads.wide(heads.page_size), lanes, heads.page_size)
-    values = (heads.wide(heads.value_dim), lanes, heads.value_dim)
+    values = (heads.wide(heads.value_dim), lanes, heads.value_dim, heads.pages)
     return Tiles(
         [tile(module, rows, *sizes) for rows in most],
         [tile(module, rows, *values, adds=True) for rows in most],
@@ -70,15 +70,16 @@ def prefill_tile(
             with e.each(number(0), group) as i:
                 sink = e.read(sinks.data, e.add(e.mul(head, group), i))
                 begin(e, scratch.rows, e.add(row, i), sink, heads.value_dim, heads.lanes)
-        size = number(heads.page_size)
+        size, stored = number(heads.page_size), STORED[heads.pages]
         start = e.sub(e.add(position, number(1)), sees)
         start = e.select(e.icmp_signed(">", start, number(0)), start, number(0))
         pages = e.sdiv(e.add(e.add(position, count), e.sub(size, number(1))), size)
         with e.each(e.sdiv(start, size), pages) as turn:
             page = e.sext(e.read(table.data, e.add(e.mul(slot, table.shape[1]), turn), I32), I64)
             place = e.mul(e.add(e.mul(page, kv_heads), head), size)
-            _transpose(heads, e, e.at(k.data, e.mul(place, number(heads.key_dim))), scratch.keys)
-            values = e.at(v.data, e.mul(place, number(heads.value_dim)))
+            keys = e.at(k.data, e.mul(place, number(heads.key_dim)), stored)
+            _transpose(heads, e, keys, scratch.keys)
+            values = e.at(v.data, e.mul(place, number(heads.value_dim)), stored)
             offset = e.sub(position, e.mul(turn, size))
             _page(heads, tiles, e, scratch, values, e.mul(count, group), offset, sees)
         with e.each(number(0), count) as token:
@@ -126,7 +127,8 @@ def _page(
                 e.write_vector(e.fmul(e.read_vector(attended, j, lanes), decay), attended, j)
         attended = e.at(scratch.rows.values, e.mul(row, number(dim)))
         for i in range(0, dim, lanes * heads.wide(dim)):
-            part, target, depth = e.at(values, i), e.at(attended, i), number(size)
+            part, target = e.at(values, i, STORED[heads.pages]), e.at(attended, i)
+            depth = number(size)
             e.call_one_of(
                 tiles.values,
                 which,
@@ -141,7 +143,8 @@ def _transpose(heads: Heads, e: Emitter, keys: ir.Value, turned: ir.Value) -> No
         for i in range(0, dim, lanes):
             base = e.add(e.mul(key, number(dim)), number(i))
             square = [
-                e.read_vector(keys, e.add(base, number(dim * row)), lanes) for row in range(lanes)
+                e.read_vector(keys, e.add(base, number(dim * row)), lanes, heads.pages)
+                for row in range(lanes)
             ]
             for row, vector in enumerate(_turned(e, square)):
                 e.write_vector(vector, turned, e.add(key, number((i + row) * size)))

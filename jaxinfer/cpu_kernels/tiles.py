@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from jaxinfer.cpu_kernels.emit import F32, I64, POINTER, Emitter, number
+from jaxinfer.cpu_kernels.emit import F32, I64, POINTER, STORED, Emitter, number
 
 UNROLLED = 4  # rows of the matrix in a turn of the innermost loop
 
 
 class Tile(NamedTuple):
-    """Arguments of a call: addresses, and sizes in floats.
+    """Arguments of a call: addresses, and sizes in numbers.
 
     Attributes:
         x: the rows, `stride` apart, each of `depth` floats.
@@ -36,10 +36,12 @@ def tile(
     wide: int,
     lanes: int,
     columns: int,
+    dtype: str = "float32",
     adds: bool = False,
     fetches: bool = False,
 ) -> ir.Function:
-    """A function of a `Tile`: `rows` rows times `wide` registers of the matrix's `columns`.
+    """A function of a `Tile`: `rows` rows times `wide` registers of the columns of a matrix, which
+    has `columns` of `dtype`.
 
     Sums stay in registers over all of the depth, each made in the order of it. `adds`: they begin
     with what the result holds.
@@ -59,8 +61,8 @@ def tile(
         base = e.mul(k, number(columns))
         places = [e.add(base, number(lanes * i)) for i in range(wide)]
         for place in places if fetches else ():
-            e.fetch(e.at(given.ahead, place))
-        weights = [e.read_vector(given.matrix, place, lanes) for place in places]
+            e.fetch(e.at(given.ahead, place, STORED[dtype]))
+        weights = [e.read_vector(given.matrix, place, lanes, dtype) for place in places]
         for start, row in zip(starts, sums, strict=True):
             entry = e.splat(e.read(start, k), lanes)
             for weight, place in zip(weights, row, strict=True):

@@ -37,7 +37,7 @@ def linear(
     if isinstance(weight, Quantised):
         product = multiply(x, weight, out_dtype or x.dtype)
     elif isinstance(weight, Panels):
-        product = multiply_panels(x.astype(jnp.float32), weight).astype(out_dtype or x.dtype)
+        product = multiply_panels(x, weight).astype(out_dtype or x.dtype)
     else:
         dimensions, flat = (((1,), (1,)), ((), ())), weight.reshape(-1, x.shape[1])
         product = lax.dot_general(x, flat, dimensions, preferred_element_type=out_dtype)

@@ -176,7 +176,7 @@ CpuKernels = Annotated[
     bool | None,
     typer.Option(
         "--cpu-kernels/--no-cpu-kernels",
-        help="On a CPU, multiply float32 weights and attend by kernels made for it, not by XLA.",
+        help="On a CPU, multiply and attend by kernels made for it, where they can, not by XLA.",
         show_default=engine_default("cpu_kernels"),
         rich_help_panel=_ENGINE,
     ),
