@@ -227,6 +227,22 @@ def test_prefill_equals_xlas_attention(case):
     assert not np.any(found[first:]), "rows of no tile are zeros"
 
 
+@pytest.mark.parametrize("soft_cap", [None, 30.0])
+def test_what_is_not_a_number_and_seen_is_not_hidden(soft_cap):
+    """The step fails a request whose logits are no numbers: attention must let them through."""
+    pages = Pages((1, 2, 32), 3, [40, 40], 16)
+    pages.k[pages.table[0, 1], 0, 3] = np.nan
+    q = jnp.asarray(pages.rng.standard_normal((2, 1, 2, 32), np.float32))
+    where = (jnp.asarray(pages.k), jnp.asarray(pages.v), jnp.asarray(pages.table))
+    how = {"scale": 0.2, "soft_cap": soft_cap}
+    lens = jnp.asarray([40, 40], jnp.int32)
+    decoded = attention().paged_attention(q, *where, lens, **how)
+    tiles = jnp.asarray([(0, 1, 0, 39), (1, 1, 1, 39)], jnp.int32)
+    chunk = attention().paged_prefill(q, *where, tiles, **how)
+    for found in (decoded, chunk):
+        assert np.isnan(found[0]).all() and np.isfinite(found[1]).all()
+
+
 def test_heads_that_do_not_fill_registers_are_left_to_xla():
     assert Heads(1, 64, 64, 64).taken
     assert not Heads(1, 60, 60, 64).taken

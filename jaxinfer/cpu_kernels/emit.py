@@ -83,12 +83,12 @@ class Emitter(ir.IRBuilder):
         return self.intrinsic("llvm.fma", a.type, a, b, c)
 
     def maximum(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        """The larger one; b if one is not a number."""
-        return self.select(self.fcmp_ordered(">", a, b), a, b)
+        """The larger one; a if one is not a number."""
+        return self.select(self.fcmp_ordered("<", a, b), b, a)
 
     def minimum(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        """The smaller one; b if one is not a number."""
-        return self.select(self.fcmp_ordered("<", a, b), a, b)
+        """The smaller one; a if one is not a number."""
+        return self.select(self.fcmp_ordered(">", a, b), b, a)
 
     def intrinsic(self, name: str, gives: ir.Type, *arguments: ir.Value) -> ir.Value:
         """The result of an LLVM intrinsic that is overloaded by the type of its first argument."""

@@ -16,7 +16,7 @@ LN2_LOW = math.log(2) - LN2_HIGH
 
 
 def exponential(e: Emitter, x: ir.Value) -> ir.Value:
-    """exp(x) of entries of at most 88, within two units in the last place."""
+    """exp(x) of entries of at most 88, within two units in the last place; of NaN, NaN."""
     lanes = x.type.count
 
     def all_of(value: float) -> ir.Constant:
@@ -33,7 +33,8 @@ def exponential(e: Emitter, x: ir.Value) -> ir.Value:
     exponent = e.add(e.fptosi(twos, whole), ir.Constant(whole, [127] * lanes))
     power = e.bitcast(e.shl(exponent, ir.Constant(whole, [23] * lanes)), x.type)
     tiny = e.fcmp_ordered("<", x, all_of(SMALLEST))
-    return e.select(tiny, all_of(0.0), e.fmul(value, power))
+    found = e.select(tiny, all_of(0.0), e.fmul(value, power))
+    return e.select(e.fcmp_unordered("uno", x, x), x, found)  # whose exponent is anything
 
 
 def hyperbolic_tangent(e: Emitter, x: ir.Value) -> ir.Value:
