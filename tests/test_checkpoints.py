@@ -362,7 +362,7 @@ ORBAX_DEFECTS: dict[str, tuple[Defect, list[str]]] = {
     ),
     "another size": (
         manifest(lambda m: m["config"].update(hidden_size=16)),
-        ["final_norm: expected shape [16], found [32]"],
+        ["final_norm: expected shape [16] of bfloat16, found [32] of bfloat16"],
     ),
     "unknown config field": (manifest(lambda m: m["config"].update(x=1)), ["jaxinfer.json", "'x'"]),
     "unknown family": (manifest(lambda m: m["config"].update(family="x")), ["'x'"]),

@@ -129,7 +129,7 @@ async def test_a_full_queue_says_when_to_retry():
         await until(lambda: engine.running or engine.waiting)
         frontend = server._service.served.frontend
         calls = [asyncio.create_task(client.generate("abc")) for _ in range(20)]
-        await until(lambda: frontend._refused + len(frontend._streams) == 21)
+        await until(lambda: sum(frontend._refused.values()) + len(frontend._streams) == 21)
         engine.gate.set()
         ends = await asyncio.gather(*calls, return_exceptions=True)
         errors = [end for end in ends if isinstance(end, BaseException)]

@@ -10,7 +10,7 @@ Zero points that are no integers are taken off the sum: that of x's columns time
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -181,7 +181,7 @@ def product(
         zeros: Any = None
         if weight.zeros is not None:
             zeros = by_output(weight.zeros, of_group(i))[:, None]
-        halves = [load_x(start, half) for start in (low, low + group // 2)]
+        halves = (load_x(start, half) for start in (low, low + group // 2))
         return _of_nibbles(o, packed, zeros, halves)
 
     def scales_of(group: Any) -> Float[Array, "N 1"]:
@@ -191,7 +191,8 @@ def product(
     def turn(i: Any, total: Num[Array, "N R"]) -> Num[Array, "N R"]:
         if not o.group:
             return total + one(i)
-        return total + one(i).astype(jnp.float32) * scales_of(of_group(i))
+        scales = scales_of(of_group(i))  # loaded first: registers are fewer so
+        return total + one(i).astype(jnp.float32) * scales
 
     whole = jnp.issubdtype(x.dtype, jnp.integer) and not o.group
     start = jnp.zeros((o.outputs, o.rows), jnp.int32 if whole else jnp.float32)
@@ -200,20 +201,22 @@ def product(
 
 
 def _of_nibbles(
-    o: Options, packed: UInt8[Array, "N K"], zeros: Any, halves: Sequence[Num[Array, "R K"]]
+    o: Options, packed: UInt8[Array, "N K"], zeros: Any, halves: Iterator[Num[Array, "R K"]]
 ) -> Num[Array, "N R"]:
-    """Two values in a byte times the columns of x that each belongs to; zeros [N, 1] or None."""
+    """Two values in a byte times the columns of x that each belongs to; zeros [N, 1] or None.
+
+    Of x one half is loaded when the other was multiplied, unless both are needed: fewer registers.
+    """
     apart = zeros is not None and zeros.dtype != jnp.uint8  # no integers
     zero = jnp.int8(ZERO_OF_INT4) if zeros is None or apart else zeros.astype(jnp.int8)
 
     def numbers(nibbles: UInt8[Array, "N K"]) -> Int[Array, "N K"]:
         return e2m1(nibbles) if o.codes == "e2m1" else nibbles.astype(jnp.int8) - zero
 
-    low, high = (
-        plgpu.dot(numbers(nibbles).astype(x.dtype), x, trans_b=True)
-        for nibbles, x in zip((packed & 15, packed >> 4), halves)
-    )
+    values = [numbers(packed & 15), numbers(packed >> 4)]
+    columns = list(halves) if apart else halves
+    dots = [plgpu.dot(v.astype(x.dtype), x, trans_b=True) for v, x in zip(values, columns)]
     if not apart:
-        return low + high
-    first, second = (jnp.sum(x.astype(jnp.float32), axis=1) for x in halves)
-    return low + high - (zeros - ZERO_OF_INT4) * (first + second)[None, :]
+        return dots[0] + dots[1]
+    sums = [jnp.sum(x.astype(jnp.float32), axis=1) for x in columns]
+    return dots[0] + dots[1] - (zeros - ZERO_OF_INT4) * (sums[0] + sums[1])[None, :]
