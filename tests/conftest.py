@@ -9,6 +9,7 @@ devices exist, and compiled programs are kept from one test run to the next.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 from pathlib import Path
@@ -96,3 +97,14 @@ def forget_programs(most: int) -> None:
     if maps.exists() and maps.read_bytes().count(b"\n") > most:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before():
+    """A command run in this process sets up logging for good: the next test must not see it."""
+    loggers = [logging.getLogger(name) for name in (None, "jaxinfer", "jaxinfer_service")]
+    before = [(log, log.level, log.handlers[:]) for log in loggers]
+    yield
+    for log, level, handlers in before:
+        log.setLevel(level)
+        log.handlers[:] = handlers

@@ -172,11 +172,12 @@ def test_an_engine_that_fails_ends_it_with_its_reason(run):
 
 
 CHILD = """
-import sys
+import os, sys
 from fake_engine import ScriptedEngine, limits
 from serving import opened
 import jaxinfer_service.cli
-engine = ScriptedEngine(limits=limits(max_queued_requests=3), step_seconds=0.002)
+seconds = float(os.environ["STEP_SECONDS"])
+engine = ScriptedEngine(limits=limits(max_queued_requests=3), step_seconds=seconds)
 module = sys.modules["jaxinfer_service.cli.run_batch"]
 module.open_model = lambda source: opened(engine, ["m"])
 from jaxinfer_service.command import main
@@ -190,11 +191,12 @@ def test_nothing_is_lost_when_it_is_ended(tmp_path, number):
     source = write(tmp_path / "in.jsonl", [request(n, "x", "/v1/completions") for n in names])
     out = tmp_path / "out.jsonl"
     arguments = [sys.executable, "-c", CHILD, "run-batch", source, out, "--model", "m"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
         [*arguments, "--concurrency", "2"],
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        env=environment | {"STEP_SECONDS": "0.1"},  # or it is done before anybody ends it
     )
     end = time.monotonic() + 120
     while not (out.exists() and out.read_bytes().count(b"\n") >= 3):
@@ -208,7 +210,7 @@ def test_nothing_is_lost_when_it_is_ended(tmp_path, number):
     begun = out.read_bytes().count(b"\n")
     done = subprocess.run(
         arguments, capture_output=True, text=True, timeout=120,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        env=environment | {"STEP_SECONDS": "0"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert begun < 200 and sorted(e["custom_id"] for e in entries(out)) == sorted(names)

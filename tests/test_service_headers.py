@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import logging
 import ssl
 
 import grpc
@@ -29,15 +28,10 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 @pytest.fixture
 def log(monkeypatch):
     """The lines of a JSON log at level debug, as `serve` writes it."""
-    stream, root = io.StringIO(), logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    levels = {name: logging.getLogger(name).level for name in ("jaxinfer", "jaxinfer_service")}
+    stream = io.StringIO()
     monkeypatch.setattr("sys.stderr", stream)
     set_up_logging("debug", "json")
-    yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
-    root.handlers[:], root.level = handlers, level
-    for name, before in levels.items():
-        logging.getLogger(name).setLevel(before)
+    return lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
 def http(server, **how) -> httpx.AsyncClient:
