@@ -294,7 +294,7 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_encoded():
 
 @run
 async def test_draining_ends_the_waiting_and_lets_the_running_finish():
-    engine = ScriptedEngine(says("a" * 30), step_seconds=0.005)  # two slots
+    engine = ScriptedEngine(says("a" * 30), step_seconds=0.01)  # two slots
     async with running(engine) as front:
         streams = [await front.submit("x", GREEDY) for _ in range(4)]
         await anext(streams[0]), await anext(streams[1])

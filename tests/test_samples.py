@@ -165,7 +165,7 @@ async def test_the_deadline_is_for_all_samples():
 
 @in_loop
 async def test_draining_lets_the_waiting_samples_of_a_running_ask_finish():
-    engine = ScriptedEngine(by_seed, limits(), step_seconds=0.002)  # two slots
+    engine = ScriptedEngine(by_seed, limits(), step_seconds=0.02)  # two slots
     async with running(engine) as front:
         stream = await front.submit("x", SamplingParams(n=3, seed=5))
         waiting = await front.submit("y", SamplingParams(seed=1))

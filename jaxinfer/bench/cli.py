@@ -16,9 +16,11 @@ from jaxinfer.bench.options import (
     Concurrency,
     DatasetName,
     EngineOptions,
+    FakeModel,
     InputLen,
     JsonTo,
     Model,
+    ModelUnlessFake,
     NumPrompts,
     OutputLen,
     PrefixCache,
@@ -27,6 +29,7 @@ from jaxinfer.bench.options import (
     SyntheticOutputLen,
     dataset_name,
     lengths,
+    one_model,
     with_context,
 )
 from jaxinfer.bench.workload import WorkItem, make_workload
@@ -129,13 +132,8 @@ def latency(
 @takes_groups
 def steps(
     engine: EngineOptions,
-    model: Annotated[
-        str | None, typer.Argument(help="As for throughput; leave out with --fake-model.")
-    ] = None,
-    fake_model: Annotated[
-        bool,
-        typer.Option("--fake-model", help="A model that computes nothing: the host's cost alone."),
-    ] = False,
+    model: ModelUnlessFake = None,
+    fake_model: FakeModel = False,
     fake_layers: Annotated[
         int | None,
         typer.Option(
@@ -160,13 +158,9 @@ def steps(
     """Time steps: what the engine's thread does, and each program on the device."""
     from jaxinfer.bench.steps import steps_report
 
-    if (model is None) != fake_model:
-        raise typer.BadParameter("name a MODEL, or give --fake-model instead of one")
+    one_model(model, fake_model)
     if fake_layers is not None and not fake_model:
         raise typer.BadParameter("--fake-layers is for --fake-model; leave it out")
-    for option, value in (("--dtype", engine.dtype), ("--quantization", engine.quantization)):
-        if value is not None and fake_model:
-            raise typer.BadParameter(f"{option} is for a MODEL: the fake one computes nothing")
     slots = concurrency or (256 if fake_model else 32)
     bench = engine.start(model, fake_layers or 32, max_num_seqs=slots, prefix_cache=prefix_cache)
     count = num_prompts or slots

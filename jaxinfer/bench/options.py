@@ -15,6 +15,12 @@ from jaxinfer.quantization.kinds import KINDS
 Model = Annotated[
     str, typer.Argument(help="An Orbax or Hugging Face folder, a .gguf file, or `demo`.")
 ]
+ModelUnlessFake = Annotated[
+    str | None, typer.Argument(help="As for throughput; leave out with --fake-model.")
+]
+FakeModel = Annotated[
+    bool, typer.Option("--fake-model", help="A model that computes nothing: the host's cost alone.")
+]
 NumPrompts = Annotated[int, typer.Option(min=1, help="Requests to run.")]
 InputLen = Annotated[int, typer.Option(help="Prompt tokens of a request.")]
 OutputLen = Annotated[int, typer.Option(help="Output tokens of a request.")]
@@ -47,6 +53,12 @@ PrefixCache = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Prompts, lengths and arrivals follow from it.")]
 JsonTo = Annotated[str | None, typer.Option("--json", help="Write JSON to a file; -: to stdout.")]
+
+
+def one_model(model: str | None, fake_model: bool) -> None:
+    """Raises typer.BadParameter unless there is a model or a fake one, and not both."""
+    if (model is None) != fake_model:
+        raise typer.BadParameter("name a MODEL, or give --fake-model instead of one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +96,9 @@ class EngineOptions:
         from jaxinfer.bench import setup
         from jaxinfer.config import EngineConfig
 
+        for option, value in (("--dtype", self.dtype), ("--quantization", self.quantization)):
+            if value is not None and model is None:
+                raise typer.BadParameter(f"{option} is for a MODEL: the fake one computes nothing")
         with report.progress_bar() as progress:
             try:
                 fields = EngineConfig(

@@ -114,7 +114,7 @@ def _case(
 
 def decode_tilings(case: Attention) -> tuple[Tiling, ...]:
     """Sizes to try in decode, beside the rule's: as many rows, half to twice the keys."""
-    rule = triton_decode.rule(case.group, case.value_dim or case.head_dim)
+    rule = triton_decode.rule(case.group, _value_dim(case), case.pages != "bfloat16")
     return tuple(
         Tiling(rule.rows, keys, warps, stages)
         for keys in (rule.columns // 2, rule.columns, 2 * rule.columns)

@@ -13,7 +13,15 @@ import typer
 
 from jaxinfer.bench import report
 from jaxinfer.bench.cli import app
-from jaxinfer.bench.options import EngineOptions, JsonTo, Rounds, Seed
+from jaxinfer.bench.options import (
+    EngineOptions,
+    FakeModel,
+    JsonTo,
+    ModelUnlessFake,
+    Rounds,
+    Seed,
+    one_model,
+)
 from jaxinfer.bench.stats import median_interval, paired_ratio, summarise
 from jaxinfer.option_groups import takes_groups
 from jaxinfer_service.bench.clients import prompts
@@ -58,13 +66,8 @@ Cells = dict[int, dict[str, Cell]]
 @takes_groups
 def front(
     engine: EngineOptions,
-    model: Annotated[
-        str | None, typer.Argument(help="As for throughput; leave out with --fake-model.")
-    ] = None,
-    fake_model: Annotated[
-        bool,
-        typer.Option("--fake-model", help="A model that computes nothing: messages a second."),
-    ] = False,
+    model: ModelUnlessFake = None,
+    fake_model: FakeModel = False,
     streams: Annotated[str, typer.Option(help="Requests at once, several numbers.")] = "1,16,64",
     input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens of a request.")] = 32,
     output_len: Annotated[int, typer.Option(min=2, help="Output tokens of a request.")] = 64,
@@ -73,8 +76,7 @@ def front(
     json_to: JsonTo = None,
 ) -> None:
     """Compare a server's processor time, speed and TTFT with its engine alone, by both doors."""
-    if (model is None) != fake_model:
-        raise typer.BadParameter("name a MODEL, or give --fake-model instead of one")
+    one_model(model, fake_model)
     numbers = _numbers(streams)
     bench = engine.start(model, 32, max_num_seqs=max(numbers), prefix_cache=False)
     lengths = {"input_len": input_len, "output_len": output_len}
