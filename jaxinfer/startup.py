@@ -19,7 +19,7 @@ from jaxinfer.determinism import ATTENTION_BLOCK, Build, choose
 from jaxinfer.engine import Engine
 from jaxinfer.expert_load import ExpertLoad
 from jaxinfer.experts import choose_experts, largest_copied
-from jaxinfer.host_memory import keep_freed_memory
+from jaxinfer.host_memory import in_large_pages, keep_freed_memory
 from jaxinfer.kv_pool import KVGroup, empty_pools, host_pages_for, kv_groups, pages_for
 from jaxinfer.memory_plan import MemoryPlan, MemoryPlanError, plan_memory, state_bytes
 from jaxinfer.models import family_of
@@ -133,6 +133,10 @@ def build_engine(
     if mesh is not None:
         pool_place = pool_sharding(groups[0].layer_shape, mesh, groups[0].axes)
     state = (params, empty_pools(groups, pool_place), slots, options, history)
+    if device.platform == "cpu":
+        large = in_large_pages(jax.tree.leaves(params))
+        in_large_pages(jax.tree.leaves(state[1]), at_once=False)
+        logger.info(f"{size_text(large)} of memory with weights are in large pages")
     runner, determinism = _runner(served, config, groups, state, memory, mesh, progress)
     compiles = CompileWatch(guard_compiles)
     engine = Engine(

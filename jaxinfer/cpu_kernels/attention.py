@@ -14,14 +14,14 @@ from jaxtyping import Array, Float, Int
 from llvmlite import ir
 
 from jaxinfer.cpu_kernels import xla_call
-from jaxinfer.cpu_kernels.decode import decode_row
+from jaxinfer.cpu_kernels.decode import decode_piece, pieces
 from jaxinfer.cpu_kernels.emit import Emitter
 from jaxinfer.cpu_kernels.heads import Heads
 from jaxinfer.cpu_kernels.prefill import prefill_tile, tiles_for
 from jaxinfer.cpu_kernels.softmax import MASKED
 from jaxinfer.cpu_kernels.xla_call import Buffer
 
-DECODE_RANKS = (4, 4, 4, 2, 1, 1, 2, 4)  # of `decode_row`'s buffers
+DECODE_RANKS = (4, 4, 4, 2, 1, 1, 2, 4)  # of `decode_piece`'s buffers
 PREFILL_RANKS = (4, 4, 4, 2, 2, 1, 2, 4, 4)  # of `prefill_tile`'s
 
 
@@ -96,20 +96,19 @@ def register_prefill(heads: Heads) -> str:
 
 @functools.cache
 def _registered(heads: Heads, prefill: bool) -> xla_call.Named:
-    def rows(e: Emitter, buffers: Sequence[Buffer]) -> ir.Value:
-        """Of how many sequences, or tiles, and groups of heads: each apart."""
-        count = buffers[4 if prefill else 0].shape[0]
-        return e.mul(count, buffers[0].shape[1])
+    def tiles(e: Emitter, buffers: Sequence[Buffer]) -> ir.Value:
+        """How many there are, of each group of heads that share keys."""
+        return e.mul(buffers[4].shape[0], buffers[0].shape[1])
 
     @xla_call.once
     def register() -> str:
         kind = "prefill" if prefill else "decode"
         name, module = f"jaxinfer_{kind}_{heads.name}", ir.Module(kind)
-        compute: xla_call.Compute = functools.partial(decode_row, heads)
+        compute: xla_call.Compute = functools.partial(decode_piece, heads)
         if prefill:
             compute = functools.partial(prefill_tile, heads, tiles_for(module, heads))
-        ranks = PREFILL_RANKS if prefill else DECODE_RANKS
-        xla_call.register(name, module, ranks, 1, rows, compute)
+        ranks, items = (PREFILL_RANKS, tiles) if prefill else (DECODE_RANKS, pieces)
+        xla_call.register(name, module, ranks, 1, items, compute)
         return name
 
     return register

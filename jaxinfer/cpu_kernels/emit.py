@@ -7,11 +7,12 @@ from contextlib import contextmanager
 
 from llvmlite import ir
 
-I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+BYTE, I32, I64, F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 POINTER, VOID = ir.PointerType(), ir.VoidType()
 NULL = ir.Constant(POINTER, None)
 # What numbers are stored as; LLVM has no arithmetic of bfloat16 on most CPUs, and need not.
 STORED = {"float32": F32, "bfloat16": ir.IntType(16), "float16": ir.HalfType()}
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}  # in bytes
 
 
 def number(value: int) -> ir.Constant:
@@ -56,9 +57,8 @@ class Emitter(ir.IRBuilder):
     ) -> ir.Value:
         """So many consecutive elements of an array of `dtype`, wherever they begin, as floats."""
         kind, floats = STORED[dtype], ir.VectorType(F32, lanes)
-        size = 4 if kind == F32 else 2
         place = self.at(base, index, kind)
-        stored = self.load(place, align=size, typ=ir.VectorType(kind, lanes))
+        stored = self.load(place, align=SIZES[dtype], typ=ir.VectorType(kind, lanes))
         if kind == F32:
             return stored
         if dtype == "float16":

@@ -18,8 +18,8 @@ from llvmlite import ir
 
 from jaxinfer.cpu_kernels import xla_call
 from jaxinfer.cpu_kernels.compiler import Vectors, vectors
-from jaxinfer.cpu_kernels.emit import I64, STORED, Emitter, number
-from jaxinfer.cpu_kernels.tiles import Tile, tile
+from jaxinfer.cpu_kernels.emit import BYTE, I64, SIZES, STORED, Emitter, number
+from jaxinfer.cpu_kernels.tiles import LINE, UNROLLED, Tile, tile
 from jaxinfer.cpu_kernels.xla_call import Buffer
 
 # A thread takes one piece of the panels after the other, for a block of rows. Few rows wait for
@@ -41,6 +41,12 @@ class Product(NamedTuple):
     dtype: str
     vectors: Vectors
     tiles: list[ir.Function]
+
+    @property
+    def lines(self) -> int:
+        """Of a panel, in a turn of a tile."""
+        numbers = UNROLLED * self.vectors.panel
+        return max(1, numbers * SIZES[self.dtype] // LINE)
 
     def at(self, e: Emitter, panel: ir.Value, index: ir.Value) -> ir.Value:
         """The address of a number of a panel."""
@@ -111,23 +117,23 @@ def _piece(product: Product, e: Emitter, buffers: Sequence[Buffer], item: ir.Val
 
 
 def _panel(product: Product, e: Emitter, x: Buffer, panel: ir.Value, out: Buffer) -> None:
-    """All rows times one panel, in tiles of nearly equal height."""
+    """All rows times one panel, in tiles of nearly equal height, each of which fetches its part of
+    the next panel; one alone of what lies ahead of it."""
     (rows, depth), width, most = x.shape, out.shape[1], number(product.vectors.rows)
-    far = number(AHEAD)
-    beyond = product.at(e, panel, e.add(e.mul(depth, number(product.vectors.panel)), far))
-    later = product.at(e, panel, far)
+    tiles = e.sdiv(e.add(rows, e.sub(most, number(1))), most)
+    lines = e.sdiv(e.add(number(product.lines - 1), tiles), tiles)
+    part = e.mul(e.mul(lines, number(LINE)), e.sdiv(depth, number(UNROLLED)))
+    beyond = product.at(e, panel, e.mul(depth, number(product.vectors.panel)))
+    alone = e.icmp_signed("==", tiles, number(1))
+    next_panel = e.select(alone, product.at(e, panel, number(AHEAD)), beyond)
     first, height = e.variable(I64), e.variable(I64)
     e.store(number(0), first)
-    with e.as_long_as(lambda: e.icmp_signed("<", e.load(first, typ=I64), rows)):
+    with e.each(number(0), tiles) as i:
         row = e.load(first, typ=I64)
-        left = e.sub(rows, row)
-        turns = e.sdiv(e.add(left, e.sub(most, number(1))), most)
+        left, turns = e.sub(rows, row), e.sub(tiles, i)
         e.store(e.sdiv(e.sub(e.add(left, turns), number(1)), turns), height)
-        # The first tile waits for its own panel, the second has time to fetch the next one.
-        begins = e.icmp_signed("==", row, number(0))
-        second = e.icmp_signed("<=", row, most)
-        ahead = e.select(begins, later, e.select(second, beyond, panel))
+        ahead = e.at(next_panel, e.mul(i, part), BYTE)
         start, place = e.at(x.data, e.mul(row, depth)), e.at(out.data, e.mul(row, width))
         e.store(e.add(row, e.load(height, typ=I64)), first)
-        given = Tile(start, panel, ahead, place, depth, depth, width)
+        given = Tile(start, panel, ahead, place, depth, depth, width, lines)
         e.call_one_of(product.tiles, e.sub(e.load(height, typ=I64), number(1)), given)

@@ -11,6 +11,7 @@ from jaxinfer.cpu_kernels.emit import F32, I32, I64, POINTER, STORED, VOID, Emit
 from jaxinfer.cpu_kernels.heads import Heads
 from jaxinfer.cpu_kernels.softmax import Rows, begin, finish, weigh
 from jaxinfer.cpu_kernels.tiles import Tile, tile
+from jaxinfer.cpu_kernels.vector_math import exchanged
 from jaxinfer.cpu_kernels.xla_call import Buffer
 
 
@@ -103,6 +104,7 @@ def _page(
 ) -> None:
     """Take a page into all rows, of which the first token stands `offset` after its beginning."""
     lanes, size, dim, most = heads.lanes, heads.page_size, heads.value_dim, number(heads.rows)
+    nothing = number(0)  # is fetched
     with e.each(number(0), count, heads.rows) as row:
         left = e.sub(count, row)
         height = e.select(e.icmp_signed("<", left, most), left, most)
@@ -114,7 +116,7 @@ def _page(
             e.call_one_of(
                 tiles.scores,
                 which,
-                Tile(queries, keys, keys, scores, depth, depth, number(size)),
+                Tile(queries, keys, keys, scores, depth, depth, number(size), nothing),
             )
         with e.each(number(0), height) as i:
             own = e.add(row, i)
@@ -132,7 +134,7 @@ def _page(
             e.call_one_of(
                 tiles.values,
                 which,
-                Tile(scratch.scores, part, part, target, depth, depth, number(dim)),
+                Tile(scratch.scores, part, part, target, depth, depth, number(dim), nothing),
             )
 
 
@@ -152,23 +154,13 @@ def _transpose(heads: Heads, e: Emitter, keys: ir.Value, turned: ir.Value) -> No
 
 def _turned(e: Emitter, square: list[ir.Value]) -> list[ir.Value]:
     """The columns of a square of vectors: halves of blocks are exchanged, ever smaller ones."""
-    lanes, span = len(square), len(square) // 2
+    span = len(square) // 2
     while span:
-        kept, other = [], []
-        for i in range(lanes):
-            swapped = bool(i & span)
-            kept.append(i if not swapped else i - span)
-            other.append(i + lanes if not swapped else i - span + lanes)
-        low = [a if not i & span else b for i, (a, b) in enumerate(zip(kept, other, strict=True))]
-        high = [place + span for place in low]
-        turned = list(square)
-        for row in range(lanes):
+        for row in range(len(square)):
             if not row & span:
                 pair = square[row], square[row + span]
-                for target, order in ((row, low), (row + span, high)):
-                    mask = ir.Constant(ir.VectorType(I32, lanes), order)
-                    turned[target] = e.shuffle_vector(*pair, mask)
-        square, span = turned, span // 2
+                square[row], square[row + span] = exchanged(e, pair, span)
+        span //= 2
     return square
 
 

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from jaxinfer.cpu_kernels.emit import F32, I64, POINTER, STORED, Emitter, number
+from jaxinfer.cpu_kernels.emit import BYTE, F32, I64, POINTER, Emitter, number
 
 UNROLLED = 4  # rows of the matrix in a turn of the innermost loop
+LINE = 64  # bytes that come from memory at once
 
 
 class Tile(NamedTuple):
@@ -17,7 +18,7 @@ class Tile(NamedTuple):
     Attributes:
         x: the rows, `stride` apart, each of `depth` floats.
         matrix: [depth, columns].
-        ahead: what will be read next, laid out like the matrix, and is fetched meanwhile.
+        ahead: what will be read next, and is fetched meanwhile, `lines` of it a turn.
         out: the rows of the result, `width` apart.
     """
 
@@ -28,6 +29,7 @@ class Tile(NamedTuple):
     depth: ir.Value
     stride: ir.Value
     width: ir.Value
+    lines: ir.Value
 
 
 def tile(
@@ -47,7 +49,7 @@ def tile(
     with what the result holds.
     """
     name = f"tile_{rows}_{wide}_{columns}{'_adds' if adds else ''}"
-    e = Emitter(module, name, [POINTER] * 4 + [I64] * 3)
+    e = Emitter(module, name, [POINTER] * 4 + [I64] * 4)
     given, kind = Tile(*e.arguments), ir.VectorType(F32, lanes)
     sums = [[e.variable(kind) for _ in range(wide)] for _ in range(rows)]
     starts = [e.at(given.x, e.mul(given.stride, number(row))) for row in range(rows)]
@@ -60,8 +62,6 @@ def tile(
     def column(k: ir.Value) -> None:
         base = e.mul(k, number(columns))
         places = [e.add(base, number(lanes * i)) for i in range(wide)]
-        for place in places if fetches else ():
-            e.fetch(e.at(given.ahead, place, STORED[dtype]))
         weights = [e.read_vector(given.matrix, place, lanes, dtype) for place in places]
         for start, row in zip(starts, sums, strict=True):
             entry = e.splat(e.read(start, k), lanes)
@@ -70,6 +70,8 @@ def tile(
 
     whole = e.sub(given.depth, e.srem(given.depth, number(UNROLLED)))
     with e.each(number(0), whole, UNROLLED) as k:
+        if fetches:
+            fetch_lines(e, given.ahead, e.sdiv(k, number(UNROLLED)), given.lines)
         for i in range(UNROLLED):
             column(e.add(k, number(i)))
     with e.each(whole, given.depth) as k:
@@ -79,3 +81,10 @@ def tile(
             e.write_vector(e.load(place, typ=kind), result, lanes * i)
     e.ret_void()
     return e.emitted
+
+
+def fetch_lines(e: Emitter, ahead: ir.Value, turn: ir.Value, lines: ir.Value) -> None:
+    """Ask for the lines of a turn: so many, behind those of all turns before."""
+    first = e.mul(turn, lines)
+    with e.each(number(0), lines) as i:
+        e.fetch(e.at(ahead, e.mul(e.add(first, i), number(LINE)), BYTE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from llvmlite import ir
 
@@ -48,6 +49,33 @@ def hyperbolic_tangent(e: Emitter, x: ir.Value) -> ir.Value:
 def total(e: Emitter, x: ir.Value) -> ir.Value:
     """The sum of a vector's entries, halves added to halves."""
     return _folded(e, x, e.fadd)
+
+
+def totals(e: Emitter, vector: Callable[[int], ir.Value], lanes: int) -> ir.Value:
+    """The sums of `lanes` vectors, each in its own lane and added up as by `total`.
+
+    Two vectors are halved into one, as they come, so that few are in registers.
+    """
+
+    def halved(first: int, span: int) -> ir.Value:
+        if span == lanes:
+            return vector(first)
+        pair = halved(first, 2 * span), halved(first + span, 2 * span)
+        low, high = exchanged(e, pair, span)
+        return e.fadd(low, high)
+
+    return halved(0, 1)
+
+
+def exchanged(e: Emitter, pair: tuple[ir.Value, ir.Value], span: int) -> tuple[ir.Value, ir.Value]:
+    """Two vectors seen as blocks of `span` entries: those at even places of both, and at odd."""
+    lanes = pair[0].type.count
+    even = [i if not i & span else i - span + lanes for i in range(lanes)]
+    masks = (
+        ir.Constant(ir.VectorType(I32, lanes), [place + odd for place in even]) for odd in (0, span)
+    )
+    low, high = (e.shuffle_vector(*pair, mask) for mask in masks)
+    return low, high
 
 
 def largest(e: Emitter, x: ir.Value) -> ir.Value:

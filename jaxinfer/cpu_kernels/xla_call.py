@@ -19,10 +19,9 @@ import jax
 from llvmlite import ir
 
 from jaxinfer.cpu_kernels.compiler import machine_code
-from jaxinfer.cpu_kernels.emit import I32, I64, NULL, POINTER, VOID, Emitter, number
+from jaxinfer.cpu_kernels.emit import BYTE, I32, I64, NULL, POINTER, VOID, Emitter, number
 
 KNOWN_VERSIONS = ((0, 4), (0, 5))
-_BYTE = ir.IntType(8)
 _FUNCTION = ir.FunctionType(POINTER, [POINTER]).as_pointer()  # of the interface
 # Where fields begin, in bytes. Of a call:
 _EXTENSION, _API, _CONTEXT, _STAGE, _OPERANDS, _RESULTS = 8, 16, 24, 32, 72, 112
@@ -130,7 +129,7 @@ def _handler(
     """What XLA calls: a job of all items, put on other threads, and worked on by this one."""
     e = Emitter(module, "handler", [POINTER], POINTER)
     (call,) = e.arguments
-    field = lambda base, offset, kind=POINTER: e.load(e.at(base, offset, _BYTE), typ=kind)  # noqa: E731
+    field = lambda base, offset, kind=POINTER: e.load(e.at(base, offset, BYTE), typ=kind)  # noqa: E731
     _answer_questions(e, call, field)
     buffers = []
     for i, rank in enumerate(ranks):
@@ -173,7 +172,7 @@ def _answer_questions(e: Emitter, call: ir.Value, field: Callable) -> None:
         with e.if_then(e.icmp_signed("==", asked, ir.Constant(I32, _ASKS_METADATA))):
             metadata, (major, minor) = field(extension, _METADATA), KNOWN_VERSIONS[0]
             for place, value in ((_MAJOR, major), (_MINOR, minor), (_TRAITS, 0)):
-                e.store(ir.Constant(I32, value), e.at(metadata, place, _BYTE))
+                e.store(ir.Constant(I32, value), e.at(metadata, place, BYTE))
             e.ret(NULL)
     stage = field(call, _STAGE, I32)
     with e.if_then(e.icmp_signed("!=", stage, ir.Constant(I32, _EXECUTE)), likely=False):
