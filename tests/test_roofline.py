@@ -19,13 +19,15 @@ from jaxinfer.kv_pool import abstract_pools, kv_groups
 from jaxinfer.memory_plan import plan_memory
 from jaxinfer.models import family_of
 from jaxinfer.models.hf_config import model_config
-from jaxinfer.params import abstract_params, named_leaves
+from jaxinfer.params import abstract_params, named_leaves, param_bytes
+from jaxinfer.quantization.kinds import KINDS, kinds_on
+from jaxinfer.quantization.weight import quantised_specs
 from jaxinfer.roofline import kernels
 from jaxinfer.roofline.devices import DEVICES, device_called
 from jaxinfer.roofline.kernels import AttentionShape
 from jaxinfer.roofline.memory import plan_on_paper, weights_bytes
 from jaxinfer.roofline.step import Serving, StepLoad, step_floor, step_work
-from jaxinfer.roofline.storage import STORAGES
+from jaxinfer.roofline.storage import Storage, stored_so
 from jaxinfer.sharding import ShardingError
 from jaxinfer.slot_state import empty_slots
 from jaxinfer.step import forward
@@ -122,22 +124,26 @@ def test_windows_types_and_pieces_of_attention():
     assert cut.bytes == (1024 + 511) * window.token_bytes + 512 * window.query_bytes + 4 * 24
 
 
+def stored(name: str) -> Storage:
+    return stored_so(KINDS[name].layout, KINDS[name].activations)
+
+
 def test_quantised_weights_are_smaller_and_only_some_multiply_faster():
     plain = kernels.matmul("x", 1, 4096, 14336)
-    sizes = {"int8": 1 / 2, "int4": (4 + 20 / 128) / 16, "fp8-block": 1 / 2, "w8a8-fp8": 1 / 2}
+    sizes = {"int8": 1 / 2, "int4": (4 + 40 / 128) / 16, "fp8-block": 1 / 2, "w8a8-fp8": 1 / 2}
     for name, part in sizes.items():
-        found = kernels.matmul("x", 1, 4096, 14336, storage=STORAGES[name])
+        found = kernels.matmul("x", 1, 4096, 14336, storage=stored(name))
         assert found.bytes == pytest.approx(part * plain.bytes, rel=0.003)
         assert found.flops == plain.flops
         assert found.unit == ("float8" if name == "w8a8-fp8" else "bfloat16")
     many = [
         kernels.matmul("x", 4096, 4096, 4096, storage=storage).floor(H200)
-        for storage in (None, STORAGES["int8"], STORAGES["w8a8-fp8"])
+        for storage in (None, stored("int8"), stored("w8a8-fp8"))
     ]
     assert many[0] == many[1] == (pytest.approx(2 * 4096**3 / 790e12 * 1e6), "arithmetic")
     assert many[2][0] == pytest.approx(many[0][0] * 790 / 1979)
     with pytest.raises(ValueError, match="A100 SXM has no unit for products of float8"):
-        kernels.matmul("x", 1, 64, 64, storage=STORAGES["w8a8-fp8"]).floor(DEVICES["a100"])
+        kernels.matmul("x", 1, 64, 64, storage=stored("w8a8-fp8")).floor(DEVICES["a100"])
 
 
 def test_experts_that_are_touched():
@@ -190,11 +196,11 @@ def test_weights_of_a_step_are_the_models():
     read = 2 * (8030261248 - 128256 * 4096)
     assert floor.bytes == pytest.approx(read, rel=0.002)
     assert weights_bytes(LLAMA, Serving()) == 2 * 8030261248
-    vocabulary = 2 * 128256 * 4096  # of embedding and head, which stay as they are
+    vocabulary = 2 * 128256 * 4096  # of embedding and head
     layers, rows = 8030261248 - vocabulary, 32 * (6144 + 4096 + 28672 + 4096)
     int8 = weights_bytes(LLAMA, Serving(quantization="int8"))
     norms = 65 * 4096
-    assert int8 == 2 * vocabulary + (layers - norms) + 4 * rows + 2 * norms
+    assert int8 == vocabulary + (layers - norms) + 4 * (rows + 2 * 128256) + 2 * norms
     assert weights_bytes(LLAMA, Serving(gpus=8)) == pytest.approx(2 * 8030261248 / 8, rel=0.001)
 
 
@@ -232,7 +238,7 @@ def test_memory_is_divided_as_the_engine_does():
     assert found.fits(64, 8192) and not found.fits(256, 8192)
     small = plan_on_paper(LLAMA, engine, Serving(kv_dtype="fp8", quantization="int4"), H200)
     assert small.capacity > 1.9 * found.capacity
-    assert small.not_served == "int4 weights"
+    assert not small.not_served
     latent, serving = known_model("deepseek-v3"), Serving(kv_dtype="fp8", gpus=16)
     on_paper = plan_on_paper(latent, engine, serving, H200)
     assert on_paper.not_served == "float8_e4m3fn pages" and on_paper.page_ratio > 1.9
@@ -264,6 +270,14 @@ def test_plan_prints_memory_and_floors(tmp_path):
     assert shown.exit_code == 0 and "nothing was executed" in shown.stdout
     assert "weights 14.96 GiB" in shown.stdout and "attention" in shown.stdout
     assert "floors" not in plan("llama-3-8b").stdout
+
+
+@pytest.mark.parametrize("kind", kinds_on("cuda"))
+def test_weights_on_paper_are_those_that_are_served(kind):
+    """To the byte: what `quantize` writes and the engine holds, by the specs of its parameters."""
+    specs = family_of(LLAMA.family).param_specs(LLAMA)
+    served = param_bytes(quantised_specs(specs, kind, "bfloat16"), "bfloat16")
+    assert weights_bytes(LLAMA, Serving(quantization=kind)) == served
 
 
 @pytest.mark.parametrize(

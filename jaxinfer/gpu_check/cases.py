@@ -24,7 +24,7 @@ from jaxinfer.programs import Lowerable, program_set, step_shapes
 from jaxinfer.quantization.kinds import KINDS, NONE
 from jaxinfer.quantization.multipliers import own_part, terms_of, with_multipliers
 from jaxinfer.quantization.weight import Quantised, quantised_specs
-from jaxinfer.roofline.storage import Storage
+from jaxinfer.roofline.storage import stored_so
 from jaxinfer.sharding import make_mesh, pool_sharding, replicated, sharding_of
 from jaxinfer.slot_state import empty_history, empty_options, empty_slots
 from jaxinfer.step_model import StepModel
@@ -304,10 +304,8 @@ def _stored_bytes(part: Any) -> int:
     """Bytes of a device's part of a parameter, by its shape and the bits of an entry."""
     if not isinstance(part, Quantised):
         return math.prod(part.shape) * part.dtype.itemsize
-    layout = part.layout
-    scale_bits = 8 * sum(jnp.dtype(name).itemsize for name in (layout.scales, layout.zeros) if name)
     *lead, outputs, columns = terms_of(part)[0].shape
-    stored = Storage(layout.bits, layout.group or None, layout.rows, scale_bits)
+    stored = stored_so(part.layout, part.activations)
     return stored.weight_bytes(outputs, columns) * math.prod(lead)
 
 

@@ -153,6 +153,11 @@ KINDS = {
 _AUTO = {"cpu": "w8a8-hl"}
 
 
+def kinds_on(platform: str) -> list[str]:
+    """Names of the kinds that devices of a platform serve."""
+    return [name for name, kind in KINDS.items() if platform in kind.platforms]
+
+
 def check_name(name: str | None) -> None:
     """Raise ValueError for a name that is no kind, none or auto."""
     if name is not None and name not in (NONE, AUTO, *KINDS):

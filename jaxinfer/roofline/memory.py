@@ -60,7 +60,7 @@ def weights_bytes(model: ModelConfig, serving: Serving) -> int:
     total = 0
     for path, spec in named_leaves(family_of(model.family).param_specs(model)):
         name = path.rpartition(".")[2]
-        shape, storage = serving.shard(spec, path), serving.storage_of(name)
+        shape, storage = serving.shard(spec, path), serving.storage_of(spec)
         if storage is None:
             total += math.prod(shape) * spec.resolve_dtype(serving.dtype).itemsize
         else:
@@ -100,11 +100,7 @@ def plan_on_paper(
     memory, groups = plan_memory(model, config, max_model_len, weights, slots, device)  # type: ignore[arg-type]
     per_token = kv_bytes_per_token(model, serving)
     plain = kv_bytes_per_token(model, dataclasses.replace(serving, kv_dtype=kv_dtype))
-    missing = [
-        *([f"{serving.quantization} weights"] if serving.storage else []),
-        *([] if served_pages else [f"{serving.pages} pages"]),
-    ]
-    ratio, not_served = plain / per_token, " and ".join(missing)
+    ratio, not_served = plain / per_token, "" if served_pages else f"{serving.pages} pages"
     return PaperPlan(memory, groups, max_model_len, per_token, ratio, not_served)
 
 

@@ -13,18 +13,16 @@ from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.models import family_of
 from jaxinfer.page_dtypes import page_dtype
 from jaxinfer.params import ParamSpec
+from jaxinfer.quantization.kinds import Kind
+from jaxinfer.quantization.weight import activations_for, own_layout
 from jaxinfer.roofline import kernels
 from jaxinfer.roofline.devices import Device
 from jaxinfer.roofline.kernels import AttentionShape, Work
-from jaxinfer.roofline.storage import Storage, storage_called
+from jaxinfer.roofline.storage import Storage, kind_called, stored_so
 from jaxinfer.sharding import MESH_AXES, sharding_of
 
-# Matrices of a layer that quantisation makes smaller: routers, latents' head matrices, embedding
-# and head stay as they are.
 _ATTENTION = ("qkv", "o", "q", "q_a", "kv_a")
 _HEADS = ("k_b", "v_b")  # latents' matrices, one a head
-_MLP = ("gate_up", "up", "down", "shared_gate_up", "shared_down")
-QUANTISED = frozenset((*_ATTENTION, *_MLP, "experts_gate_up", "experts_down"))
 _PARTS = {"router": "experts", "shared_gate": "experts"}
 
 
@@ -42,7 +40,7 @@ class Serving:
     page_size: int = 64
 
     def __post_init__(self) -> None:
-        _ = self.pages, self.storage
+        _ = self.pages, self.kind
         if self.gpus < 1:
             raise ValueError(f"gpus is {self.gpus}; it must be at least 1")
 
@@ -51,12 +49,15 @@ class Serving:
         return page_dtype(self.kv_dtype) or self.dtype
 
     @property
-    def storage(self) -> Storage | None:
-        return storage_called(self.quantization)
+    def kind(self) -> Kind | None:
+        return kind_called(self.quantization)
 
-    def storage_of(self, name: str) -> Storage | None:
-        """How the parameter of that name is stored; None: as plain numbers."""
-        return self.storage if name in QUANTISED else None
+    def storage_of(self, spec: ParamSpec) -> Storage | None:
+        """How a parameter is stored; None: as plain numbers."""
+        layout = own_layout(spec, self.kind) if self.kind else None
+        if self.kind is None or layout is None:
+            return None
+        return stored_so(layout, activations_for(layout, self.kind))
 
     def shard(self, spec: ParamSpec, name: str) -> tuple[int, ...]:
         """The shape of one device's part. Raises ShardingError where an axis does not divide."""
@@ -116,7 +117,11 @@ def step_work(model: ModelConfig, load: StepLoad, serving: Serving) -> list[Work
     name = "embed" if model.tie_embeddings else "head"
     vocabulary, width = serving.shard(specs[name], name)
     work.append(
-        kernels.matmul("head", load.sampled, vocabulary, width, serving.dtype, out_dtype="float32")
+        kernels.matmul(
+            *("head", load.sampled, vocabulary, width, serving.dtype),
+            serving.storage_of(specs[name]),
+            out_dtype="float32",
+        )
     )
     if parallel:
         logits = load.sampled * model.vocab_size * kernels.LOGIT
@@ -155,7 +160,7 @@ def _layer_work(
     yield kernels.elementwise("elementwise", stream, stream, dtype)
     for name, spec in layer.items():
         if len(spec.shape) > 1 and not name.endswith(("_bias", "_norm", "sinks")):
-            yield from _product(model, name, serving.shard(spec, name), tokens, serving)
+            yield from _product(model, name, spec, tokens, serving)
     heads = shape.kv_heads * shape.group * shape.head_dim + shape.kv_heads * shape.head_dim
     if kind.rope != "none" or model.qk_norm != "none":
         yield kernels.elementwise("elementwise", tokens * heads, tokens * heads, dtype)
@@ -173,10 +178,11 @@ def matrix_of(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _product(
-    model: ModelConfig, name: str, shape: tuple[int, ...], tokens: int, serving: Serving
+    model: ModelConfig, name: str, spec: ParamSpec, tokens: int, serving: Serving
 ) -> Iterator[Work]:
     """The product with one weight of a layer, and the activation that follows it in an MLP."""
-    dtype, storage, moe = serving.dtype, serving.storage_of(name), model.moe
+    dtype, storage, moe = serving.dtype, serving.storage_of(spec), model.moe
+    shape = serving.shard(spec, name)
     if name.startswith("experts_"):
         assert moe is not None
         inputs, outputs = shape[-1], math.prod(shape[1:-1])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxinfer.page_dtypes import in_8_bits
+from jaxinfer.quantization.kinds import KINDS, NONE, Activations, Kind, Layout, kinds_on
 
 SCALE_BYTES = 4  # float32
 
@@ -36,23 +37,23 @@ class Storage:
         return math.ceil((rows * columns * self.bits + scales * self.scale_bits) / 8)
 
 
-STORAGES = {
-    "int8": Storage(8),
-    "int4": Storage(4, group=128, scale_bits=16 + 4),
-    "fp8": Storage(8),
-    "fp8-block": Storage(8, group=128, rows=128),
-    "w8a8-int8": Storage(8, unit="int8"),
-    "w8a8-fp8": Storage(8, unit="float8"),
-}
+_UNITS = {"int8": "int8", "float8_e4m3fn": "float8"}  # by what activations are rounded to
 
 
-def storage_called(name: str | None) -> Storage | None:
-    """The way of that name; None for none. Raises ValueError naming those that are known."""
-    if name in (None, "none"):
+def kind_called(name: str | None) -> Kind | None:
+    """The kind of weights of that name; None for none. Raises ValueError naming what is known."""
+    if name in (None, NONE):
         return None
-    if name not in STORAGES:
-        raise ValueError(f"quantization is {name!r}; known: none, {', '.join(STORAGES)}")
-    return STORAGES[name]
+    if name not in (known := kinds_on("cuda")):
+        raise ValueError(f"quantization is {name!r}; known: {NONE}, {', '.join(known)}")
+    return KINDS[name]
+
+
+def stored_so(layout: Layout, activations: Activations) -> Storage:
+    """How weights in a layout lie in memory that meet such activations."""
+    sizes = (jnp.dtype(part).itemsize for part in (layout.scales, layout.zeros) if part)
+    bits, unit = layout.bits * layout.terms, _UNITS.get(activations)
+    return Storage(bits, layout.group or None, layout.rows, 8 * sum(sizes), unit)
 
 
 def page_entry_bytes(dtype: str, dims: int) -> int:

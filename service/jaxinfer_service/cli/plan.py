@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from jaxinfer.quantization.kinds import kinds_on
 from jaxinfer_service.cli import console, engine_options, options
 
 _FLOORS = "Floors"
@@ -43,7 +44,7 @@ Quantization = Annotated[
     str,
     typer.Option(
         metavar="WAY",
-        help="Of the weights, on paper: int8, int4, fp8, fp8-block, w8a8-int8 or w8a8-fp8.",
+        help=f"Of the weights: {', '.join(kinds_on('cuda'))}.",
     ),
 ]
 Batch = Annotated[
