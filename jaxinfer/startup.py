@@ -20,7 +20,7 @@ from jaxinfer.engine import Engine
 from jaxinfer.expert_load import ExpertLoad
 from jaxinfer.experts import choose_experts, largest_copied
 from jaxinfer.host_memory import in_large_pages, keep_freed_memory
-from jaxinfer.kv_pool import KVGroup, empty_pools, host_pages_for, kv_groups, pages_for
+from jaxinfer.kv_pool import KVGroup, Pools, empty_pools, host_pages_for, kv_groups, pages_for
 from jaxinfer.memory_plan import MemoryPlan, MemoryPlanError, plan_memory, state_bytes
 from jaxinfer.models import family_of
 from jaxinfer.page_dtypes import in_8_bits
@@ -129,14 +129,9 @@ def build_engine(
     saved = savings(served, config, memory, groups, max_model_len, mesh)
     for line in saved.lines() if saved else ():
         logger.info(line)
-    pool_place = None
-    if mesh is not None:
-        pool_place = pool_sharding(groups[0].layer_shape, mesh, groups[0].axes)
-    state = (params, empty_pools(groups, pool_place), slots, options, history)
+    state = (params, _pools(groups, mesh), slots, options, history)
     if device.platform == "cpu":
-        large = in_large_pages(jax.tree.leaves(params))
-        in_large_pages(jax.tree.leaves(state[1]), at_once=False)
-        logger.info(f"{size_text(large)} of memory with weights are in large pages")
+        _use_large_pages(*state[:2])
     runner, determinism = _runner(served, config, groups, state, memory, mesh, progress)
     compiles = CompileWatch(guard_compiles)
     engine = Engine(
@@ -155,6 +150,17 @@ def build_engine(
     )
     compiles.ready()
     return engine
+
+
+def _pools(groups: tuple[KVGroup, ...], mesh: Mesh | None) -> Pools:
+    place = mesh and pool_sharding(groups[0].layer_shape, mesh, groups[0].axes)
+    return empty_pools(groups, place)
+
+
+def _use_large_pages(params: Tree, pools: Pools) -> None:
+    large = in_large_pages(jax.tree.leaves(params))
+    in_large_pages(jax.tree.leaves(pools), at_once=False)
+    logger.info(f"{size_text(large)} of memory with weights are in large pages")
 
 
 def _runner(

@@ -22,7 +22,8 @@ from jaxinfer.cpu_kernels import compiler
 from jaxinfer.cpu_kernels.choose import prepare_weights
 from jaxinfer.cpu_kernels.compiler import vectors
 from jaxinfer.cpu_kernels.heads import Heads
-from jaxinfer.cpu_kernels.panels import Panels, in_panels, multiply_panels, rows_of_panels
+from jaxinfer.cpu_kernels.panels import Panels, multiply_panels, rows_of_panels
+from jaxinfer.cpu_kernels.prepare import in_panels
 from jaxinfer.cpu_kernels.xla_call import speaks
 from jaxinfer.models import family_of
 from jaxinfer.models.layers import linear
@@ -38,7 +39,7 @@ WIDTH = FOUND.panel if FOUND else 1
 def panels(matrix: np.ndarray, inputs: int = 1) -> Panels:
     spec = ParamSpec(matrix.shape, (None,) * matrix.ndim, inputs=inputs)
     params = {"w": jnp.asarray(matrix)}
-    assert in_panels(params, {"w": spec}, WIDTH) == {params["w"].dtype.name: 1}
+    assert in_panels(params, {"w": spec}, FOUND) == {params["w"].dtype.name: 1}
     return params["w"]
 
 
@@ -94,7 +95,7 @@ def test_only_weights_of_products_are_put_into_panels():
     params = {"norm": jnp.ones(4), "experts": jnp.ones((2, 4, 4)), "half": half}
     params["whole"] = jnp.ones((4, 4), jnp.int8)
     params["layers"] = [{"w": jnp.ones((4, 4))}]
-    assert in_panels(params, specs, WIDTH) == {"float32": 1, "bfloat16": 1}
+    assert in_panels(params, specs, FOUND) == {"float32": 1, "bfloat16": 1}
     assert all(isinstance(w, Panels) for w in (params["layers"][0]["w"], params["half"]))
     assert not any(isinstance(params[name], Panels) for name in ("norm", "experts", "whole"))
 
@@ -104,7 +105,7 @@ def test_panels_are_quantised_as_what_they_hold():
     specs = {"w": ParamSpec((50, 4, 8), ("embed", "kv_heads", None), inputs=2)}
     plain = {"w": jnp.asarray(np.random.default_rng(3).standard_normal((50, 4, 8), np.float32))}
     params = dict(plain)
-    assert in_panels(params, specs, WIDTH) == {"float32": 1}
+    assert in_panels(params, specs, FOUND) == {"float32": 1}
     np.testing.assert_array_equal(params["w"].array(), plain["w"])
     found, wanted = (quantise_params(p, specs, "w8a8", "float32") for p in (params, plain))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -253,7 +254,7 @@ def test_heads_that_do_not_fill_registers_are_left_to_xla():
 def test_families_give_transformers_logits_with_panels(family, tmp_path):
     model = load_model(family_folder(tmp_path / family, family), dtype="float32")
     specs = family_of(model.config.family).param_specs(model.config)
-    assert in_panels(model.params, specs, WIDTH)["float32"] > 3
+    assert in_panels(model.params, specs, FOUND)["float32"] > 3
     tokens, wanted = oracle(family)
     found = dense_logits(model.config, model.params, tokens)
     assert np.abs(found - wanted).max() / np.abs(wanted).max() < 1e-4

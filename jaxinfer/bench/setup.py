@@ -13,7 +13,7 @@ from jaxinfer.bench.report import Report
 from jaxinfer.checkpoints import LoadedModel
 from jaxinfer.config import EngineConfig
 from jaxinfer.cpu_kernels.choose import prepare_weights
-from jaxinfer.cpu_kernels.panels import without_panels
+from jaxinfer.cpu_kernels.prepare import without_panels
 from jaxinfer.engine import Engine
 from jaxinfer.llm import open_engine
 from jaxinfer.quantization.quantise import quantised_model
@@ -73,6 +73,7 @@ def start_changed(
         prepare_weights(model, config)
     if "quantization" in changes:
         model = quantised_model(model, changes["quantization"])
+        prepare_weights(model, config)
         config = dataclasses.replace(config, quantization=model.quantization)
     return BenchEngine(build_engine(model, config, progress), model, config)
 

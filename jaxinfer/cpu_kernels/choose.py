@@ -10,7 +10,8 @@ import jax
 from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.cpu_kernels.compiler import Vectors, vectors
 from jaxinfer.cpu_kernels.heads import Heads
-from jaxinfer.cpu_kernels.panels import STORED, in_panels
+from jaxinfer.cpu_kernels.panels import STORED
+from jaxinfer.cpu_kernels.prepare import in_panels
 from jaxinfer.kv_pool import KVGroup
 from jaxinfer.models import family_of
 
@@ -39,7 +40,7 @@ def prepare_weights(model: LoadedModel, config: EngineConfig) -> None:
     from jaxinfer.cpu_kernels import matmul  # which needs LLVM
 
     specs = family_of(model.config.family).param_specs(model.config)
-    for dtype, count in in_panels(model.params, specs, found.panel).items():
+    for dtype, count in in_panels(model.params, specs, found).items():
         matmul.register(dtype)  # before programs that call it are loaded
         width = f"{found.lanes} numbers a register"
         logger.info(f"{count} {dtype} weights are multiplied by kernels for this CPU, {width}")

@@ -11,8 +11,13 @@ BYTE, I32, I64, F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatTyp
 POINTER, VOID = ir.PointerType(), ir.VoidType()
 NULL = ir.Constant(POINTER, None)
 # What numbers are stored as; LLVM has no arithmetic of bfloat16 on most CPUs, and need not.
-STORED = {"float32": F32, "bfloat16": ir.IntType(16), "float16": ir.HalfType()}
-SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}  # in bytes
+STORED = {
+    "float32": F32,
+    "bfloat16": ir.IntType(16),
+    "float16": ir.HalfType(),
+    "int8": I32,  # four at once
+}
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 4}  # in bytes
 
 
 def number(value: int) -> ir.Constant:
@@ -55,11 +60,12 @@ class Emitter(ir.IRBuilder):
     def read_vector(
         self, base: ir.Value, index: ir.Value | int, lanes: int, dtype: str = "float32"
     ) -> ir.Value:
-        """So many consecutive elements of an array of `dtype`, wherever they begin, as floats."""
+        """So many consecutive elements of an array of `dtype`, wherever they begin, as floats, or
+        as they are if they are fours of integers."""
         kind, floats = STORED[dtype], ir.VectorType(F32, lanes)
         place = self.at(base, index, kind)
         stored = self.load(place, align=SIZES[dtype], typ=ir.VectorType(kind, lanes))
-        if kind == F32:
+        if kind in (F32, I32):
             return stored
         if dtype == "float16":
             return self.fpext(stored, floats)
@@ -81,6 +87,14 @@ class Emitter(ir.IRBuilder):
     def multiply_add(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
         """a * b + c, rounded once."""
         return self.intrinsic("llvm.fma", a.type, a, b, c)
+
+    def add_fours(self, sums: ir.Value, above: ir.Value, signed: ir.Value) -> ir.Value:
+        """sums + the products of four bytes each, those of `above` without a sign."""
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * sums.type.count}"
+        octets = ir.VectorType(BYTE, 4 * sums.type.count)
+        takes = [sums.type, octets, octets]
+        sides = [self.bitcast(side, octets) for side in (above, signed)]
+        return self.call(self.external(name, sums.type, takes), [sums, *sides])
 
     def maximum(self, a: ir.Value, b: ir.Value) -> ir.Value:
         """The larger one; a if one is not a number."""

@@ -1,4 +1,5 @@
-"""Products of rows with weights that lie in panels: see `panels`. All sums are in float32.
+"""Products of rows with weights that lie in panels: see `panels` and `integer_panels`. Sums are in
+float32, of integers in int32.
 
 A sum is made in one lane of a register, in the order of the columns, whatever the number of rows: a
 row's result does not depend on its neighbours. A panel is read once for as many rows as registers
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Num
 from llvmlite import ir
 
 from jaxinfer.cpu_kernels import xla_call
@@ -53,11 +54,13 @@ class Product(NamedTuple):
         return e.at(panel, index, STORED[self.dtype])
 
 
-def multiply(x: Float[Array, "T K"], panels: Float[Array, "P K W"]) -> Float[Array, "T PW"]:
-    """float32 x times all columns of the panels, side by side."""
+def multiply(x: Num[Array, "T K"], panels: Num[Array, "P K W"]) -> Num[Array, "T PW"]:
+    """float32 x times all columns of the panels, side by side; int32 x, of four int8 in each, times
+    fours of integers in int32."""
     count, _, width = panels.shape
-    result = jax.ShapeDtypeStruct((x.shape[0], count * width), jnp.float32)
-    return jax.ffi.ffi_call(register(panels.dtype.name), result)(x, panels)
+    result = jax.ShapeDtypeStruct((x.shape[0], count * width), x.dtype)
+    stored = "int8" if x.dtype == jnp.int32 else panels.dtype.name
+    return jax.ffi.ffi_call(register(stored), result)(x, panels)
 
 
 def register(dtype: str) -> str:

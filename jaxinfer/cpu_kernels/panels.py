@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
-
-from jaxinfer.params import ParamSpec, Tree, is_spec
+from jaxtyping import Array, Float, Int, Num
 
 PANELS_AT_ONCE = 16  # that a thread copies
 STORED = ("float32", "bfloat16", "float16")  # what kernels read
@@ -41,51 +37,14 @@ class Panels:
 
     def array(self) -> Float[np.ndarray, "*shape"]:
         """The parameter itself."""
-        count, columns, width = self.values.shape
-        rows = np.asarray(self.values).swapaxes(1, 2).reshape(count * width, columns)
-        return rows[: math.prod(self.shape) // columns].reshape(self.shape)
+        rows = math.prod(self.shape) // self.values.shape[1]
+        return unpacked(self.values, rows).reshape(self.shape)
 
 
-def in_panels(params: Tree, specs: Tree, width: int) -> Counter[str]:
-    """Put the weights of products, but for those of experts and quantised ones, into panels of
-    `width`; how many there were of each dtype.
-
-    One after the other in the place of its array, so that both are in memory of one weight only.
-    """
-    counts = Counter[str]()
-    with ThreadPoolExecutor() as threads:
-        for place, key, spec in _places(params, specs):
-            array = place[key]
-            taken = spec.inputs and spec.axes[0] != "experts"
-            if taken and isinstance(array, jax.Array) and array.dtype.name in STORED:
-                matrix = np.asarray(array).reshape(-1, math.prod(spec.shape[-spec.inputs :]))
-                del array
-                place[key] = Panels(jnp.asarray(_packed(matrix, width, threads)), spec.shape)
-                counts[matrix.dtype.name] += 1
-    return counts
-
-
-def without_panels(params: Tree) -> Tree:
-    """A tree of its own in which arrays are in the place of panels."""
-
-    def of(leaf: Any) -> Any:
-        return jnp.asarray(leaf.array()) if isinstance(leaf, Panels) else leaf
-
-    return jax.tree.map(of, params, is_leaf=lambda leaf: isinstance(leaf, Panels))
-
-
-def _places(params: Tree, specs: Tree) -> Iterator[tuple[Any, Any, ParamSpec]]:
-    """The dict or list and the key in it of every parameter, and its spec."""
-    for key in specs if isinstance(specs, dict) else range(len(specs)):
-        if is_spec(specs[key]):
-            yield params, key, specs[key]
-        else:
-            yield from _places(params[key], specs[key])
-
-
-def _packed(
-    matrix: Float[np.ndarray, "N K"], width: int, threads: ThreadPoolExecutor
-) -> Float[np.ndarray, "P K W"]:
+def packed(
+    matrix: Num[np.ndarray, "N K"], width: int, threads: ThreadPoolExecutor
+) -> Num[np.ndarray, "P K W"]:
+    """A matrix in panels of `width` rows."""
     rows, columns = matrix.shape
     count = -(-rows // width)
     panels = np.zeros((count, columns, width), matrix.dtype)
@@ -97,6 +56,12 @@ def _packed(
 
     list(threads.map(copy, range(0, count, PANELS_AT_ONCE)))
     return panels
+
+
+def unpacked(panels: Num[Any, "P K W"], rows: int) -> Num[np.ndarray, "N K"]:
+    """The matrix of so many rows that lies in panels."""
+    count, columns, width = panels.shape
+    return np.asarray(panels).swapaxes(1, 2).reshape(count * width, columns)[:rows]
 
 
 def multiply_panels(x: Float[Array, "T K"], weight: Panels) -> Float[Array, "T N"]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from jaxinfer.cpu_kernels.emit import BYTE, F32, I64, POINTER, Emitter, number
+from jaxinfer.cpu_kernels.emit import BYTE, F32, I32, I64, POINTER, Emitter, number
 
 UNROLLED = 4  # rows of the matrix in a turn of the innermost loop
 LINE = 64  # bytes that come from memory at once
@@ -16,7 +16,7 @@ class Tile(NamedTuple):
     """Arguments of a call: addresses, and sizes in numbers.
 
     Attributes:
-        x: the rows, `stride` apart, each of `depth` floats.
+        x: the rows, `stride` apart, each of `depth` floats, or fours of integers.
         matrix: [depth, columns].
         ahead: what will be read next, and is fetched meanwhile, `lines` of it a turn.
         out: the rows of the result, `width` apart.
@@ -50,11 +50,14 @@ def tile(
     """
     name = f"tile_{rows}_{wide}_{columns}{'_adds' if adds else ''}"
     e = Emitter(module, name, [POINTER] * 4 + [I64] * 4)
-    given, kind = Tile(*e.arguments), ir.VectorType(F32, lanes)
+    integers = dtype == "int8"
+    number_kind = I32 if integers else F32
+    given, kind = Tile(*e.arguments), ir.VectorType(number_kind, lanes)
+    add = e.add_fours if integers else lambda total, w, x: e.multiply_add(x, w, total)
     sums = [[e.variable(kind) for _ in range(wide)] for _ in range(rows)]
     starts = [e.at(given.x, e.mul(given.stride, number(row))) for row in range(rows)]
     results = [e.at(given.out, e.mul(given.width, number(row))) for row in range(rows)]
-    nothing = ir.Constant(kind, [0.0] * lanes)
+    nothing = ir.Constant(kind, None)
     for result, places in zip(results, sums, strict=True):
         for i, place in enumerate(places):
             e.store(e.read_vector(result, lanes * i, lanes) if adds else nothing, place)
@@ -64,9 +67,9 @@ def tile(
         places = [e.add(base, number(lanes * i)) for i in range(wide)]
         weights = [e.read_vector(given.matrix, place, lanes, dtype) for place in places]
         for start, row in zip(starts, sums, strict=True):
-            entry = e.splat(e.read(start, k), lanes)
+            entry = e.splat(e.read(start, k, number_kind), lanes)
             for weight, place in zip(weights, row, strict=True):
-                e.store(e.multiply_add(entry, weight, e.load(place, typ=kind)), place)
+                e.store(add(e.load(place, typ=kind), weight, entry), place)
 
     whole = e.sub(given.depth, e.srem(given.depth, number(UNROLLED)))
     with e.each(number(0), whole, UNROLLED) as k:

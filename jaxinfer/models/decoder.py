@@ -39,6 +39,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfer.config import LayerKind, ModelConfig, RopeConfig
+from jaxinfer.cpu_kernels.integer_panels import IntegerPanels
 from jaxinfer.cpu_kernels.panels import Panels
 from jaxinfer.models.base import Attend, LayerContext, OnRouted, RunExperts, RunLatent
 from jaxinfer.models.decoder_params import norm_names
@@ -169,7 +170,7 @@ def _norm_qk(
 
 def project_out(
     attended: Float[Array, "T KV G hd"],
-    weight: Float[Array, "D KV Ghd"] | Quantised | Panels | Heard,
+    weight: Float[Array, "D KV Ghd"] | Quantised | Panels | IntegerPanels | Heard,
 ) -> Float[Array, "T D"]:
     """Attention output projection: contracts all heads."""
     return linear(attended.reshape(*attended.shape[:2], -1), weight)

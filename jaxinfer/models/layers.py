@@ -12,13 +12,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxinfer.cpu_kernels.integer_panels import (
+    IntegerPanels,
+    multiply_integers,
+    rows_of_integers,
+)
 from jaxinfer.cpu_kernels.panels import Panels, multiply_panels, rows_of_panels
 from jaxinfer.quantization.weight import Heard, Quantised, multiply, rows_of
 
 
 def linear(
     x: Float[Array, "T ..."],
-    weight: Float[Array, ...] | Quantised | Panels | Heard,
+    weight: Float[Array, ...] | Quantised | Panels | IntegerPanels | Heard,
     out_dtype: Any = None,
 ) -> Float[Array, "T ..."]:
     """x @ weight.T over all axes of x but the first; weights are stored (out..., in...).
@@ -38,6 +43,8 @@ def linear(
         product = multiply(x, weight, out_dtype or x.dtype)
     elif isinstance(weight, Panels):
         product = multiply_panels(x, weight).astype(out_dtype or x.dtype)
+    elif isinstance(weight, IntegerPanels):
+        product = multiply_integers(x, weight).astype(out_dtype or x.dtype)
     else:
         dimensions, flat = (((1,), (1,)), ((), ())), weight.reshape(-1, x.shape[1])
         product = lax.dot_general(x, flat, dimensions, preferred_element_type=out_dtype)
@@ -159,11 +166,13 @@ def clamped_swiglu(
 
 
 def embed(
-    table: Float[Array, "V D"] | Quantised | Panels, tokens: Int[Array, " T"]
+    table: Float[Array, "V D"] | Quantised | Panels | IntegerPanels, tokens: Int[Array, " T"]
 ) -> Float[Array, "T D"]:
     """Rows of the embedding table. Token ids are validated at the edge."""
     if isinstance(table, Quantised):
         return rows_of(table, tokens)
     if isinstance(table, Panels):
         return rows_of_panels(table, tokens)
+    if isinstance(table, IntegerPanels):
+        return rows_of_integers(table, tokens)
     return table.at[tokens].get(mode="promise_in_bounds")

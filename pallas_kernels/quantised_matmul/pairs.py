@@ -6,28 +6,27 @@ cost a third more on CPUs than the product itself does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float, Int8, Int32
 
 from pallas_kernels.quantised_matmul.activations import INT8_MOST, LEAST_SCALE, PAIR
 
 
 def pair_product(
-    x: Float[Array, "M K"], values: Int8[Array, "N K"], scales: Float[Array, " N"]
+    x: Float[Array, "M K"],
+    dot: Callable[[Int8[Array, "R K"]], Int32[Array, "R N"]],
+    scales: Float[Array, " N"],
 ) -> Float[Array, "M N"]:
-    """float32 x times the transposed values * scales. Rounds as `activations.rounded` does, and
-    says likewise where a row is not finite."""
+    """float32 x times a transposed matrix of integers, by which `dot` multiplies, times the scales
+    of its rows. Rounds as `activations.rounded` does, and says likewise where a row is not finite.
+    """
     rows, x = x.shape[0], x.astype(jnp.float32)
     own = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / INT8_MOST, LEAST_SCALE)
     units = x * (1 / own)
     high = jnp.round(units)
     low = jnp.round((units - high) * PAIR)
-    product = lax.dot_general(
-        jnp.concatenate([high, low]).astype(jnp.int8),
-        values,
-        (((1,), (1,)), ((), ())),
-        preferred_element_type=jnp.int32,
-    ).astype(jnp.float32)
+    product = dot(jnp.concatenate([high, low]).astype(jnp.int8)).astype(jnp.float32)
     own = jnp.where(jnp.isfinite(x).all(axis=-1, keepdims=True), own, jnp.nan)
     return (product[:rows] + product[rows:] * (1 / PAIR)) * (own * scales[None])

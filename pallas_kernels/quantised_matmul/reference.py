@@ -31,7 +31,8 @@ def quantised_matmul(
     x = x if weight.order is None else x[:, weight.order]
     if weight.activations == "int8_pair" and weight.groups == 1:
         scales = scales_by_output(weight)[:, 0]
-        return pair_product(x, integers(weight), scales).astype(out_dtype)
+        values = integers(weight)
+        return pair_product(x, lambda x: _dot(x, values, jnp.int32), scales).astype(out_dtype)
     taken = rounded(x, weight.activations)
     assert taken.scales is not None
     if taken.values.dtype == jnp.int8:
