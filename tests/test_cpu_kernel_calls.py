@@ -1,5 +1,5 @@
-"""What XLA does when it calls a kernel for CPUs, at its worst: threads that never come, come late or
-are refused, and buffers at whose edges memory ends."""
+"""What XLA does when it calls a kernel for CPUs, at its worst: threads that never come, come late
+or are refused, and buffers at whose edges memory ends."""
 
 from __future__ import annotations
 
