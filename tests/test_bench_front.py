@@ -57,6 +57,21 @@ async def test_every_way_is_measured_at_every_number_of_streams():
 
 
 @in_loop
+async def test_requests_begin_together_however_they_come():
+    engine, begun = ScriptedEngine(forever, limits(max_num_seqs=3)), []
+    lengths = {"input_len": 5, "output_len": 4}
+
+    def noted(command, now, execute=engine.execute):
+        begun.append(len(engine.records))  # steps so far
+        execute(command, now)
+
+    engine.execute = noted
+    await front._measure(bench(engine), [3], lengths, 1, 0, ignored)
+    assert len(begun) == 18
+    assert all(len({*begun[i : i + 3]}) == 1 for i in range(0, 18, 3)), begun
+
+
+@in_loop
 async def test_a_soak_tells_of_every_request_and_what_is_left():
     engine = ScriptedEngine(forever, ROOMY, step_seconds=0.001)
     result = await soak._soak(bench(engine), 2.0, 4, 0, ignored)

@@ -75,7 +75,10 @@ def front(
     seed: Seed = 0,
     json_to: JsonTo = None,
 ) -> None:
-    """Compare a server's processor time, speed and TTFT with its engine alone, by both doors."""
+    """Compare a server's processor time, speed and TTFT with its engine alone, by both doors.
+
+    Requests that come at once begin in one step, so that the engine does the same by every way.
+    """
     one_model(model, fake_model)
     numbers = _numbers(streams)
     bench = engine.start(model, 32, max_num_seqs=max(numbers), prefix_cache=False)
@@ -143,6 +146,7 @@ async def _measure(
 async def _turn(own: OwnServer, way: str, job: dict[str, Any], meter: Meter, cell: Cell) -> None:
     items = prompts(job)
     tokens = sum(item.output_len for item in items)
+    own.link.begin_together(len(items))
     if way == OFFLINE:
         await own.offline(items)
         cell.enter(tokens, meter.spent())

@@ -83,6 +83,7 @@ class _Watched(EngineThread):
 
     def __init__(self, engine: Engine, on_events: OnEvents, on_stop: OnStop):
         super().__init__(engine, self._sort, on_stop)
+        self._late, self._waiting = 0, list[Submit]()  # those to come, and those that wait for them
         self._front = on_events
         self.aside: OnEvents | None = None
         self._arrived: dict[str, tuple[tuple[int, ...], float]] = {}  # prompt and time, by id
@@ -97,11 +98,23 @@ class _Watched(EngineThread):
         self._arrived, self.ttfts = {}, {}
         return self.ttfts
 
+    def begin_together(self, count: int) -> None:
+        """Let so many requests begin in one step, however they come: else the engine's work would
+        depend on that too."""
+        self._late, self._waiting = count, []
+
     def send(self, command: Command) -> None:
         if isinstance(command, Submit) and self.ttfts is not None:
             request = command.request
             self._arrived[request.id] = request.prompt, request.arrival
-        super().send(command)
+        if not (isinstance(command, Submit) and self._late):
+            super().send(command)
+            return
+        self._waiting.append(command)
+        self._late -= 1
+        if not self._late:
+            for waiting in self._waiting:
+                super().send(waiting)
 
     def _sort(self, events: list[SequenceEvent]) -> None:
         ttfts = self.ttfts
