@@ -314,7 +314,7 @@ NARROW = """
 from jaxinfer.cpu_kernels import compiler
 from jaxinfer.cpu_kernels.choose import prepare_weights
 compiler._INSTRUCTIONS = tuple(s for s in compiler._INSTRUCTIONS if s[1].lanes == {lanes})
-compiler._INSTRUCTIONS = tuple(("sse2", s[1]) for s in compiler._INSTRUCTIONS)
+compiler._INSTRUCTIONS = tuple((("sse2",), s[1]) for s in compiler._INSTRUCTIONS)
 import pytest, sys
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "{file}", "-k",
     "company or several_outputs or (float64 and 100-7) or (equals_xlas and 16)"]))

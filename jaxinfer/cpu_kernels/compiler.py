@@ -41,11 +41,11 @@ class Vectors:
         return self.wide * self.rows
 
 
-# By LLVM's name of an instruction set, widest first. Of 32 or 16 registers.
+# By LLVM's names of instruction sets, all of them needed, widest first. Of 32 or 16 registers.
 _INSTRUCTIONS = (
-    ("avx512f", Vectors(16, 3, 8)),
-    ("avx2", Vectors(8, 2, 6)),
-    ("neon", Vectors(4, 3, 8)),
+    (("avx512f",), Vectors(16, 3, 8)),
+    (("avx2", "fma", "f16c"), Vectors(8, 2, 6)),  # a virtual machine may hide some
+    (("neon",), Vectors(4, 3, 8)),
 )
 
 
@@ -54,14 +54,14 @@ def vectors() -> Vectors | None:
     """What the host computes with; None where kernels are not for it."""
     if sys.platform == "win32":  # which lacks functions that they call
         return None
-    return next((found for name, found in _INSTRUCTIONS if host_has(name)), None)
+    return next((found for sets, found in _INSTRUCTIONS if all(map(host_has, sets))), None)
 
 
 def host_has(feature: str) -> bool:
     """Whether the CPU has an instruction set, by LLVM's name of it."""
     try:
         from llvmlite import binding
-    except ImportError:  # a platform without it
+    except (ImportError, OSError):  # a platform without it, or where it cannot be loaded
         return False
     return bool(binding.get_host_cpu_features().get(feature))
 

@@ -22,7 +22,9 @@ from jaxinfer.cpu_kernels.compiler import machine_code
 from jaxinfer.cpu_kernels.emit import BYTE, I32, I64, NULL, POINTER, VOID, Emitter, number
 
 KNOWN_VERSIONS = ((0, 4), (0, 5))
-_FUNCTION = ir.FunctionType(POINTER, [POINTER]).as_pointer()  # of the interface
+# The interface's functions: those that may fail give an error, which is theirs who called.
+_FUNCTION = ir.FunctionType(POINTER, [POINTER]).as_pointer()
+_DESTRUCTOR = ir.FunctionType(VOID, [POINTER]).as_pointer()
 # Where fields begin, in bytes. Of a call:
 _EXTENSION, _API, _CONTEXT, _STAGE, _OPERANDS, _RESULTS = 8, 16, 24, 32, 72, 112
 _EXECUTE = 3  # the stage of a call that computes
@@ -30,7 +32,7 @@ _EXECUTE = 3  # the stage of a call that computes
 _EXTENSION_TYPE, _METADATA, _MAJOR, _MINOR, _TRAITS = 8, 24, 24, 28, 32
 _ASKS_METADATA = 1
 _DATA, _DIMENSIONS = 24, 40  # of a buffer
-_SCHEDULE, _NUM_THREADS = 136, 144  # of the interface's functions
+_DESTROY_ERROR, _SCHEDULE, _NUM_THREADS = 64, 136, 144  # of the interface's functions
 # Of a job, in 8 bytes: the next item, those that are done, those that hold it, and of how many.
 _NEXT, _DONE, _HOLDERS, _COUNT, _FIELDS = range(5)
 
@@ -129,21 +131,20 @@ def _handler(
     """What XLA calls: a job of all items, put on other threads, and worked on by this one."""
     e = Emitter(module, "handler", [POINTER], POINTER)
     (call,) = e.arguments
-    field = lambda base, offset, kind=POINTER: e.load(e.at(base, offset, BYTE), typ=kind)  # noqa: E731
-    _answer_questions(e, call, field)
+    _answer_questions(e, call)
     buffers = []
     for i, rank in enumerate(ranks):
         place = i - (len(ranks) - results)
-        array = field(call, _RESULTS if place >= 0 else _OPERANDS)
+        array = _field(e, call, _RESULTS if place >= 0 else _OPERANDS)
         buffer = e.read(array, place if place >= 0 else i, POINTER)
-        dimensions = field(buffer, _DIMENSIONS)
+        dimensions = _field(e, buffer, _DIMENSIONS)
         shape = tuple(e.read(dimensions, axis, I64) for axis in range(rank))
-        buffers.append(Buffer(field(buffer, _DATA), shape))
+        buffers.append(Buffer(_field(e, buffer, _DATA), shape))
     count = items(e, buffers)
     size = 8 * (_FIELDS + sum(1 + rank for rank in ranks))
     job = e.call(e.external("malloc", POINTER, [I64]), [number(size)])
-    api, context = field(call, _API), field(call, _CONTEXT)
-    helpers = _helpers(e, field(api, _NUM_THREADS, _FUNCTION), context, count)
+    api, context = _field(e, call, _API), _field(e, call, _CONTEXT)
+    helpers = _helpers(e, api, context, count)
     # The caller holds the job twice: as a worker, and until all items are done.
     for place, value in ((_NEXT, number(0)), (_DONE, number(0)), (_COUNT, count)):
         e.store(value, e.at(job, place, I64))
@@ -154,9 +155,8 @@ def _handler(
             e.store(value, e.at(job, place, I64))
             place += 1
     with e.each(number(0), helpers):
-        arguments = _struct(e, (number(40), NULL, context, worker, job))
-        error = e.call(field(api, _SCHEDULE, _FUNCTION), [arguments])
-        with e.if_then(e.icmp_unsigned("!=", error, NULL), likely=False):  # no threads there
+        failed = _fails(e, api, _SCHEDULE, (number(40), NULL, context, worker, job))
+        with e.if_then(failed, likely=False):  # no threads there
             _release(e, job)
     e.call(worker, [job])
     _wait(e, job, count)
@@ -164,26 +164,40 @@ def _handler(
     e.ret(NULL)
 
 
-def _answer_questions(e: Emitter, call: ir.Value, field: Callable) -> None:
+def _field(e: Emitter, base: ir.Value, offset: int, kind: ir.Type = POINTER) -> ir.Value:
+    return e.load(e.at(base, offset, BYTE), typ=kind)
+
+
+def _fails(e: Emitter, api: ir.Value, function: int, arguments: Sequence[ir.Value]) -> ir.Value:
+    """Whether a function of the interface does."""
+    error = e.call(_field(e, api, function, _FUNCTION), [_struct(e, arguments)])
+    failed = e.icmp_unsigned("!=", error, NULL)
+    with e.if_then(failed, likely=False):
+        destroy = _field(e, api, _DESTROY_ERROR, _DESTRUCTOR)
+        e.call(destroy, [_struct(e, (number(24), NULL, error))])
+    return failed
+
+
+def _answer_questions(e: Emitter, call: ir.Value) -> None:
     """Return from calls that compute nothing: which version is spoken, and other stages."""
-    extension = field(call, _EXTENSION)
+    extension = _field(e, call, _EXTENSION)
     with e.if_then(e.icmp_unsigned("!=", extension, NULL), likely=False):
-        asked = field(extension, _EXTENSION_TYPE, I32)
+        asked = _field(e, extension, _EXTENSION_TYPE, I32)
         with e.if_then(e.icmp_signed("==", asked, ir.Constant(I32, _ASKS_METADATA))):
-            metadata, (major, minor) = field(extension, _METADATA), KNOWN_VERSIONS[0]
+            metadata, (major, minor) = _field(e, extension, _METADATA), KNOWN_VERSIONS[0]
             for place, value in ((_MAJOR, major), (_MINOR, minor), (_TRAITS, 0)):
                 e.store(ir.Constant(I32, value), e.at(metadata, place, BYTE))
             e.ret(NULL)
-    stage = field(call, _STAGE, I32)
+    stage = _field(e, call, _STAGE, I32)
     with e.if_then(e.icmp_signed("!=", stage, ir.Constant(I32, _EXECUTE)), likely=False):
         e.ret(NULL)
 
 
-def _helpers(e: Emitter, num_threads: ir.Value, context: ir.Value, count: ir.Value) -> ir.Value:
+def _helpers(e: Emitter, api: ir.Value, context: ir.Value, count: ir.Value) -> ir.Value:
     """Other threads that there is work for."""
     threads = e.variable(I64)
     e.store(number(1), threads)
-    e.call(num_threads, [_struct(e, (number(32), NULL, context, threads))])
+    _fails(e, api, _NUM_THREADS, (number(32), NULL, context, threads))  # then there are none
     most = [e.sub(e.load(threads, typ=I64), number(1)), e.sub(count, number(1))]
     fewer = e.select(e.icmp_signed("<", *most), *most)
     return e.select(e.icmp_signed("<", fewer, number(0)), number(0), fewer)
