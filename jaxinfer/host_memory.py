@@ -12,7 +12,14 @@ import jax
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _KEEP_BELOW = 1 << 30  # bytes: larger than any step's temporaries
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # Linux's mman.h, the latter since 6.1
+_LARGEST = 32 << 20  # bytes of a large page: what lies between two arrays goes with them
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
+
+
+def give_back_freed_memory() -> None:
+    """Let glibc give back to the system what was freed."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def keep_freed_memory() -> bool:
@@ -25,8 +32,8 @@ def keep_freed_memory() -> bool:
     """
     if platform.libc_ver()[0] != "glibc":
         return False
+    give_back_freed_memory()
     libc = ctypes.CDLL(None)
-    libc.malloc_trim(0)
     kept = libc.mallopt(_M_MMAP_THRESHOLD, _KEEP_BELOW)
     return bool(libc.mallopt(_M_TRIM_THRESHOLD, 2 * _KEEP_BELOW - 1) and kept)
 
@@ -36,16 +43,15 @@ def in_large_pages(arrays: Iterable[jax.Array], at_once: bool = True) -> int:
 
     Every page has to be found when it is read, and of 4 KiB each a model's weights are more than
     the processor remembers: reading them takes a fifth longer. `at_once`: not when the system gets
-    round to it, which costs about a millisecond a MiB where memory is fresh. What lies between two
-    arrays goes with them. Where the system has none, or its administrator wants none, nothing is
-    changed.
+    round to it, which costs about a millisecond a MiB where memory is fresh. Where the system has
+    none, or its administrator wants none, nothing is changed.
     """
     try:
         size = int((_SETTINGS / "hpage_pmd_size").read_text())
         wanted = "[never]" not in (_SETTINGS / "enabled").read_text()
     except (OSError, ValueError):
         return 0
-    if not wanted:
+    if not wanted or size > _LARGEST:
         return 0
     blocks = set[int]()
     for part in (shard.data for array in arrays for shard in array.addressable_shards):

@@ -39,7 +39,7 @@ from jaxinfer.programs import (
 from jaxinfer.quantization.kinds import KINDS, NONE
 from jaxinfer.quantization.multipliers import with_multipliers
 from jaxinfer.quantization.savings import savings
-from jaxinfer.quantization.weight import largest_made, specs_of
+from jaxinfer.quantization.weight import largest_made, specs_of, widened
 from jaxinfer.runner import Runner
 from jaxinfer.scheduler import Scheduler
 from jaxinfer.sharding import (
@@ -118,6 +118,7 @@ def build_engine(
         logger.warning("weights are multiplied by XLA, not by kernels: %s (docs/kernels.md)", why)
     weights, kept = _bytes_on_one(params), _bytes_on_one((slots, options, history))
     made = largest_made(params) if device.platform == "cpu" or why else 0
+    made += widened(params) if device.platform == "cpu" else 0
     experts = _experts(_device(device), served, config, params)
     if experts is not None and experts.why:
         what = "experts are computed by XLA, not by kernels: %s (docs/kernels.md)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -19,16 +20,24 @@ from jaxinfer.bench import setup
 from jaxinfer.checkpoints import load_model
 from jaxinfer.config import EngineConfig
 from jaxinfer.cpu_kernels import compiler
+from jaxinfer.cpu_kernels import panels as panels_module
 from jaxinfer.cpu_kernels.choose import prepare_weights
 from jaxinfer.cpu_kernels.compiler import vectors
 from jaxinfer.cpu_kernels.heads import Heads
-from jaxinfer.cpu_kernels.panels import Panels, multiply_panels, rows_of_panels
+from jaxinfer.cpu_kernels.panels import (
+    Panels,
+    multiply_panels,
+    packed,
+    rows_of_panels,
+    unpacked,
+)
 from jaxinfer.cpu_kernels.prepare import in_panels
 from jaxinfer.cpu_kernels.xla_call import speaks
 from jaxinfer.models import family_of
 from jaxinfer.models.layers import linear
 from jaxinfer.params import ParamSpec
 from jaxinfer.quantization.quantise import quantise_params
+from jaxinfer.quantization.weight import widened
 from pallas_kernels import paged_attention as reference
 
 FOUND = vectors()
@@ -110,6 +119,25 @@ def test_panels_are_quantised_as_what_they_hold():
     found, wanted = (quantise_params(p, specs, "w8a8", "float32") for p in (params, plain))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_room_is_planned_for_what_xla_widens():
+    """Of all weights of 16 bits at once, but those in panels: kernels widen them as they read."""
+    half = jnp.ones((4, 6), jnp.bfloat16)
+    params = {"norm": jnp.ones(4, jnp.bfloat16), "w": half, "layers": [{"w": half}, {"w": half}]}
+    params["layers"][1]["w"] = panels(np.asarray(half))
+    assert widened(params) == 2 * 4 * 24
+    assert widened({"w": jnp.ones((4, 6))}) == 0
+
+
+def test_panels_take_no_memory_twice(monkeypatch):
+    made, zeros = [], panels_module._zeros
+    monkeypatch.setattr(panels_module, "_zeros", lambda *a: made.append(zeros(*a)) or made[0])
+    matrix = np.random.default_rng(7).standard_normal((700, 130), np.float32)
+    with ThreadPoolExecutor() as threads:
+        found = packed(matrix, WIDTH, threads)
+    assert found.unsafe_buffer_pointer() == made[0].ctypes.data
+    np.testing.assert_array_equal(unpacked(found, 700), matrix)
 
 
 def test_many_threads_may_multiply_at_once():
@@ -312,6 +340,7 @@ def test_damaged_code_in_the_cache_is_made_again(tmp_path, monkeypatch):
 
 NARROW = """
 from jaxinfer.cpu_kernels import compiler
+from jaxinfer.cpu_kernels import panels as panels_module
 from jaxinfer.cpu_kernels.choose import prepare_weights
 compiler._INSTRUCTIONS = tuple(s for s in compiler._INSTRUCTIONS if s[1].lanes == {lanes})
 compiler._INSTRUCTIONS = tuple((("sse2",), s[1]) for s in compiler._INSTRUCTIONS)

@@ -55,7 +55,7 @@ class IntegerPanels:
         values = np.asarray(weight.values)
         matrix = fours(values.reshape(-1, math.prod(values.shape[-weight.inputs :])))
         form = dataclasses.replace(weight, values=None, scales=None)
-        return cls(jnp.asarray(packed(matrix, width, threads)), weight.scales, values.shape, form)
+        return cls(packed(matrix, width, threads), weight.scales, values.shape, form)
 
     def weight(self) -> Quantised:
         """The weight itself."""

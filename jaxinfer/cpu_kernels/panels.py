@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 PANELS_AT_ONCE = 16  # that a thread copies
+ALIGNED = 64  # bytes
 STORED = ("float32", "bfloat16", "float16")  # what kernels read
 
 
@@ -43,11 +44,11 @@ class Panels:
 
 def packed(
     matrix: Num[np.ndarray, "N K"], width: int, threads: ThreadPoolExecutor
-) -> Num[np.ndarray, "P K W"]:
+) -> Num[Array, "P K W"]:
     """A matrix in panels of `width` rows."""
     rows, columns = matrix.shape
     count = -(-rows // width)
-    panels = np.zeros((count, columns, width), matrix.dtype)
+    panels = _zeros((count, columns, width), matrix.dtype)
 
     def copy(first: int) -> None:
         for i in range(first, min(first + PANELS_AT_ONCE, count)):
@@ -55,7 +56,15 @@ def packed(
             panels[i, :, : len(part)] = part.T
 
     list(threads.map(copy, range(0, count, PANELS_AT_ONCE)))
-    return panels
+    return jax.device_put(panels, may_alias=True)
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any) -> Num[np.ndarray, ...]:
+    """Aligned as JAX has its arrays, which then need not be copied."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    octets = np.zeros(size + ALIGNED, np.uint8)
+    start = -octets.ctypes.data % ALIGNED
+    return octets[start : start + size].view(dtype).reshape(shape)
 
 
 def unpacked(panels: Num[Any, "P K W"], rows: int) -> Num[np.ndarray, "N K"]:

@@ -15,6 +15,7 @@ import numpy as np
 from jaxinfer.cpu_kernels.compiler import Vectors
 from jaxinfer.cpu_kernels.integer_panels import IntegerPanels, takes
 from jaxinfer.cpu_kernels.panels import STORED, Panels, packed
+from jaxinfer.host_memory import give_back_freed_memory
 from jaxinfer.params import ParamSpec, Tree, is_spec
 from jaxinfer.quantization.weight import Quantised
 
@@ -34,11 +35,12 @@ def in_panels(params: Tree, specs: Tree, vectors: Vectors) -> Counter[str]:
             if isinstance(weight, jax.Array) and weight.dtype.name in STORED:
                 matrix = np.asarray(weight).reshape(-1, math.prod(spec.shape[-spec.inputs :]))
                 del weight
-                place[key] = Panels(jnp.asarray(packed(matrix, vectors.panel, threads)), spec.shape)
+                place[key] = Panels(packed(matrix, vectors.panel, threads), spec.shape)
                 counts[matrix.dtype.name] += 1
             elif isinstance(weight, Quantised) and takes(weight, vectors):
                 place[key] = IntegerPanels.of(weight, vectors.panel, threads)
                 counts["int8"] += 1
+    give_back_freed_memory()
     return counts
 
 

@@ -280,6 +280,14 @@ def largest_made(params: Tree) -> int:
     return max((weight.made for weight in weights if isinstance(weight, Quantised)), default=0)
 
 
+def widened(params: Tree) -> int:
+    """Bytes of float32 numbers that XLA makes on a CPU of plain weights of 16 bits: of all at once,
+    at the beginning of a step. Those in panels are not among them."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: not isinstance(leaf, dict | list))
+    plain = (leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf.ndim > 1)
+    return sum(4 * leaf.size for leaf in plain if leaf.dtype in (jnp.bfloat16, jnp.float16))
+
+
 def activations_for(layout: Layout, kind: Kind) -> Activations:
     """What a kind does to activations that meet a weight of that layout: rounding to what the
     kind's own values are multiplied with is of no use to others."""
