@@ -126,6 +126,7 @@ def test_room_is_planned_for_what_xla_widens():
     half = jnp.ones((4, 6), jnp.bfloat16)
     params = {"norm": jnp.ones(4, jnp.bfloat16), "w": half, "layers": [{"w": half}, {"w": half}]}
     params["layers"][1]["w"] = panels(np.asarray(half))
+    params["layers"][0]["experts_down"] = jnp.ones((3, 4, 6), jnp.bfloat16)
     assert widened(params) == 2 * 4 * 24
     assert widened({"w": jnp.ones((4, 6))}) == 0
 

@@ -282,10 +282,14 @@ def largest_made(params: Tree) -> int:
 
 def widened(params: Tree) -> int:
     """Bytes of float32 numbers that XLA makes on a CPU of plain weights of 16 bits: of all at once,
-    at the beginning of a step. Those in panels are not among them."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: not isinstance(leaf, dict | list))
-    plain = (leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf.ndim > 1)
-    return sum(4 * leaf.size for leaf in plain if leaf.dtype in (jnp.bfloat16, jnp.float16))
+    at the beginning of a step. Not those in panels, nor experts, whose turn comes one by one."""
+    is_leaf = lambda leaf: not isinstance(leaf, dict | list)  # noqa: E731
+    return sum(
+        4 * leaf.size
+        for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_leaf)
+        if isinstance(leaf, jax.Array) and leaf.ndim > 1
+        if leaf.dtype in (jnp.bfloat16, jnp.float16) and "experts_" not in str(path[-1])
+    )
 
 
 def activations_for(layout: Layout, kind: Kind) -> Activations:
