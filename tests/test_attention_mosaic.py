@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_attention_triton import KV_HEADS, LENGTHS, SCALE, Paged
+from wgmma_races import wgmma_reads_checked
 
 from pallas_kernels.paged_attention import mosaic_decode, paged_attention, paged_prefill
 
@@ -39,6 +40,12 @@ PREFILL = {
 }
 FOUR_IN_A_TILE = (64, 4, 16, None, None, False, jnp.bfloat16)  # as many heads as fill one
 MANY_QUERIES = (64, 70, 32, None, None, False, jnp.float16)
+
+
+@pytest.fixture(autouse=True)
+def _reads_of_products_are_checked():
+    with wgmma_reads_checked():
+        yield
 
 
 class WholePages(Paged):

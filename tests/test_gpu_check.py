@@ -171,6 +171,11 @@ def faults() -> dict[str, dict[str, str]]:
             "expected 1 all-gather, 3 all-reduce",
         ),
         ("attention by XLA", {"launches"}, " of 14 in layer 0"),
+        (
+            "weights made numbers of",
+            {"weights as stored", "temporaries", "launches"},
+            "= bf16[28672,",
+        ),
         ("too little memory", {"device memory"}, "of 65,536.0 MiB"),
         ("too little room for temporaries", {"temporaries"}, "of 1.0 MiB"),
     ],

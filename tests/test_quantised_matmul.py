@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from quantised_weights import KINDS, Kind, random_weight, rounded_rows
+from wgmma_races import wgmma_reads_checked
 
 from pallas_kernels.dispatch import Device
 from pallas_kernels.quantised_matmul import (
@@ -80,7 +81,8 @@ def test_hoppers_own_kernel_equals_float64(kind, count, monkeypatch):
     weight, dense = random_weight(kind, 128 if count > 128 else 256, 768)
     x = rows(count, 768)
     x[1, 5] = np.nan
-    found = np.asarray(multiply(jnp.asarray(x), weight, implementation="mosaic_interpreted"))
+    with wgmma_reads_checked():
+        found = np.asarray(multiply(jnp.asarray(x), weight, implementation="mosaic_interpreted"))
     assert np.isnan(found[1]).all()
     close(np.delete(found, 1, 0), np.delete(x, 1, 0), dense, kind.activations)
 
