@@ -159,6 +159,27 @@ def test_prefill_equals_dense_attention(case):
             same(out[first + i], paged.dense(q[first + i], row, position + i))
 
 
+@pytest.mark.parametrize("kernel", ["decode", "prefill"])
+def test_small_values_in_8_bits_are_not_lost_beside_float16_queries(kernel):
+    """Weights times scales as small as these would have two or three bits in float16."""
+    paged = Paged(CASES["int8"])
+    paged.v = np.clip(8 * paged.v, -127, 127)
+    paged.scales[1] *= 3e-6
+    q = paged.queries(CHUNK).astype(np.float16)
+    arrays = paged.pool(), jnp.asarray(paged.table)
+    if kernel == "decode":
+        q = q[: len(LENGTHS)]
+        where, rows = jnp.asarray(LENGTHS, jnp.int32), [(3, 3, 89)]
+        body = triton_decode.paged_attention
+    else:
+        where, rows = jnp.asarray(TILES, jnp.int32), [(29, 3, 89), (34, 2, 46)]
+        body = triton_prefill.paged_prefill
+    out = np.asarray(body(jnp.asarray(q), *arrays, where, None, **paged.how()), np.float64)
+    for i, row, position in rows:
+        wanted = paged.dense(q[i].astype(np.float32), row, position)
+        assert np.abs(out[i] - wanted).max() < 2e-3 * np.abs(wanted).max()
+
+
 def test_splits_follow_from_shapes_and_fill_a_device():
     assert splits.num_splits(1, 100_000) == splits.MOST_SPLITS
     assert splits.num_splits(64 * 8, 100_000) == 1

@@ -151,11 +151,18 @@ def attend_block(
     # A row that sees no key of a block must not gather junk: its maximum may still be MASKED.
     weights = jnp.where(visible, jnp.exp(scores - new_top[:, None]), 0.0)
     total = total * decay + jnp.sum(weights, axis=1)
+    unit = None
     if pool.v_scale is not None:
-        weights = weights * scales(pool.v_scale)
+        own = scales(pool.v_scale)
+        if dtype == jnp.float16:  # weights times small scales would lose their bits
+            unit = jnp.max(own, axis=1)[:, None]
+            own = own / jnp.where(unit == 0, 1.0, unit)
+        weights = weights * own
     wanted = parts(o.value_dim)
     v = [load(pool.v, part) for part in wanted] if pool.v is not None else k[: len(wanted)]
     weights = weights.astype(dtype)
-    attended = (plgpu.dot(weights, part) for part in v)
+    attended = [plgpu.dot(weights, part) for part in v]
+    if unit is not None:
+        attended = [part * unit for part in attended]
     values = tuple(old * decay[:, None] + new for old, new in zip(values, attended))
     return new_top, total, values
