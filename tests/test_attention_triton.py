@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import splits, triton_blocks, triton_decode, triton_prefill
+from pallas_kernels.paged_attention import (
+    paged_attention,
+    splits,
+    triton_blocks,
+    triton_decode,
+    triton_prefill,
+)
 from pallas_kernels.paged_attention.triton_blocks import Pool
 
 SCALE, KV_HEADS, PAGES = 0.3, 2, 24
@@ -159,24 +165,29 @@ def test_prefill_equals_dense_attention(case):
             same(out[first + i], paged.dense(q[first + i], row, position + i))
 
 
-@pytest.mark.parametrize("kernel", ["decode", "prefill"])
+@pytest.mark.parametrize("kernel", ["decode", "prefill", "reference"])
 def test_small_values_in_8_bits_are_not_lost_beside_float16_queries(kernel):
     """Weights times scales as small as these would have two or three bits in float16."""
     paged = Paged(CASES["int8"])
     paged.v = np.clip(8 * paged.v, -127, 127)
     paged.scales[1] *= 3e-6
-    q = paged.queries(CHUNK).astype(np.float16)
-    arrays = paged.pool(), jnp.asarray(paged.table)
-    if kernel == "decode":
+    q = jnp.asarray(paged.queries(CHUNK), jnp.float16)
+    pool, table = paged.pool(), jnp.asarray(paged.table)
+    where, rows = jnp.asarray(LENGTHS, jnp.int32), [(3, 3, 89)]
+    if kernel != "prefill":
         q = q[: len(LENGTHS)]
-        where, rows = jnp.asarray(LENGTHS, jnp.int32), [(3, 3, 89)]
-        body = triton_decode.paged_attention
+    if kernel == "decode":
+        out = triton_decode.paged_attention(q, pool, table, where, None, **paged.how())
+    elif kernel == "reference":
+        scales = {"k_scale": pool.k_scale, "v_scale": jnp.nan_to_num(pool.v_scale)}
+        how = {"scale": SCALE, "implementation": "reference", **scales}
+        out = paged_attention(q, pool.k, pool.v, table, where, **how)
     else:
         where, rows = jnp.asarray(TILES, jnp.int32), [(29, 3, 89), (34, 2, 46)]
-        body = triton_prefill.paged_prefill
-    out = np.asarray(body(jnp.asarray(q), *arrays, where, None, **paged.how()), np.float64)
+        out = triton_prefill.paged_prefill(q, pool, table, where, None, **paged.how())
+    out = np.asarray(out, np.float64)
     for i, row, position in rows:
-        wanted = paged.dense(q[i].astype(np.float32), row, position)
+        wanted = paged.dense(np.asarray(q[i], np.float32), row, position)
         assert np.abs(out[i] - wanted).max() < 2e-3 * np.abs(wanted).max()
 
 
@@ -194,6 +205,15 @@ def test_quantised_heads_in_parts_have_fewer_keys_in_registers(head_dim):
     whole, parts = (triton_decode.rule(4, size, quantised=True) for size in (64, head_dim))
     assert (whole.columns, parts.columns) == (64, 32)
     assert triton_decode.rule(4, head_dim).columns == 64
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rows"), [(64, 64), (96, 64), (128, 32), (192, 32), (256, 16)]
+)
+def test_wide_heads_have_fewer_queries_in_registers(head_dim, rows):
+    """With 64, those of 128 and 192 spill on A100 as compiled, over pools of more than 4 GiB."""
+    assert triton_decode.rule(71, head_dim).rows == rows
+    assert triton_decode.rule(8, head_dim).rows == 16
 
 
 def test_a_row_of_no_length_costs_nothing(monkeypatch):

@@ -66,3 +66,17 @@ def to_numbers(
     most = largest(dtype)
     x = jnp.clip(x * jnp.where(scale > 0, 1 / scale, 0.0), -most, most)
     return (jnp.floor(x + 0.5) if jnp.dtype(dtype) == jnp.int8 else x).astype(dtype)
+
+
+def in_units(
+    weights: Float[Array, "*axes T"], dtype: jnp.dtype
+) -> tuple[Float[Array, "*axes T"], Float[Array, "*axes 1"] | None]:
+    """Weights of values, times their scales, in `dtype`: of the unit that is returned, if any.
+
+    float16 has few bits for such products, or none where values are small: there each row's largest
+    is its unit.
+    """
+    if dtype != jnp.float16:
+        return weights.astype(dtype), None
+    unit = jnp.max(weights, axis=-1)[..., None]
+    return (weights / jnp.where(unit > 0, unit, 1.0)).astype(dtype), unit

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from pallas_kernels.paged_attention.quantised import as_numbers
+from pallas_kernels.paged_attention.quantised import as_numbers, in_units
 
 # Keys a loop turn attends to: fewer turns for few rows, whose turns cost overhead only, and less
 # wasted at the end of a sequence for many. Measured on CPUs, see docs/performance.md.
@@ -284,14 +284,16 @@ def _accumulate(
     decay = jnp.exp(top - new_top)
     weights = jnp.exp(scores - new_top[..., None])
     total = total * decay + weights.sum(-1)
+    unit = None
     if block.v_scale is not None:
-        weights = weights * block.v_scale
+        weights, unit = in_units(weights * block.v_scale, block.v.dtype)
     attended = lax.dot_general(
         weights.astype(block.v.dtype),
         block.v,
         (((3,), (2,)), ((0, 1), (0, 1))),
         preferred_element_type=jnp.float32,
     )
+    attended = attended if unit is None else attended * unit
     return new_top, total, values * decay[..., None] + attended
 
 

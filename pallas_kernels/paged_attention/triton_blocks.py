@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.paged_attention.quantised import in_units
+
 MASKED = -1e30  # finite: exp(MASKED - MASKED) must not be NaN
 FEWEST = 16  # rows or dimensions that a tensor core takes
 
@@ -153,11 +155,7 @@ def attend_block(
     total = total * decay + jnp.sum(weights, axis=1)
     unit = None
     if pool.v_scale is not None:
-        own = scales(pool.v_scale)
-        if dtype == jnp.float16:  # weights times small scales would lose their bits
-            unit = jnp.max(own, axis=1)[:, None]
-            own = own / jnp.where(unit == 0, 1.0, unit)
-        weights = weights * own
+        weights, unit = in_units(weights * scales(pool.v_scale), dtype)
     wanted = parts(o.value_dim)
     v = [load(pool.v, part) for part in wanted] if pool.v is not None else k[: len(wanted)]
     weights = weights.astype(dtype)

@@ -75,7 +75,8 @@ def paged_attention(
 def rule(group: int, value_dim: int, quantised: bool = False) -> Tiling:
     """Sizes where none were measured."""
     wide = value_dim >= WIDE
-    rows = min(max(blocks.FEWEST, blocks.power_of_two(group)), 16 if wide else 64)
+    most = 16 if wide else 32 if value_dim >= WIDE // 2 else 64
+    rows = min(max(blocks.FEWEST, blocks.power_of_two(group)), most)
     # Registers hold quantised keys and values twice: those of a head in parts do not fit.
     few = wide or (quantised and len(blocks.parts(value_dim)) > 1)
     return Tiling(rows, 32 if few else 64, warps=4, stages=2)
