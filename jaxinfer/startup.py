@@ -162,7 +162,8 @@ def _pools(groups: tuple[KVGroup, ...], mesh: Mesh | None) -> Pools:
 def _use_large_pages(params: Tree, pools: Pools) -> None:
     large = in_large_pages(jax.tree.leaves(params))
     in_large_pages(jax.tree.leaves(pools), at_once=False)
-    logger.info(f"{size_text(large)} of memory with weights are in large pages")
+    if large:
+        logger.info(f"{size_text(large)} of memory with weights are in large pages")
 
 
 def _runner(
