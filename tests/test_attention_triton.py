@@ -216,6 +216,14 @@ def test_wide_heads_have_fewer_queries_in_registers(head_dim, rows):
     assert triton_decode.rule(8, head_dim).rows == 16
 
 
+def test_narrow_quantised_heads_in_a_window_have_fewer_warps():
+    """With 8, prefill of gpt-oss over int8 pages spills on A100 and L40 as compiled."""
+    assert triton_prefill.rule(8, 64, 128, quantised=True).warps == 4
+    assert triton_prefill.rule(8, 64, None, quantised=True).warps == 8
+    assert triton_prefill.rule(8, 64, 128, quantised=False).warps == 8
+    assert triton_prefill.rule(8, 128, 128, quantised=True).warps == 8
+
+
 def test_a_row_of_no_length_costs_nothing(monkeypatch):
     """Its parts are not even written: the interpreter begins with NaN."""
     monkeypatch.setattr(triton_decode, "num_splits", lambda programs, longest: 3)

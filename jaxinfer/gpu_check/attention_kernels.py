@@ -49,6 +49,7 @@ ATTENTION = (
     Attention("pages of 16, 5 GiB of keys", 128, 4, page_size=16, num_pages=5 << 15),
     Attention("SmolLM2", 64, 3, kv_heads=3),
     Attention("gpt-oss", 64, 8, window=128, sinks=True),
+    Attention("gpt-oss, int8 pages", 64, 8, pages="int8", window=128, sinks=True),
     Attention("Phi-2, Phi 3 medium", 80, 1, kv_heads=32),
     Attention("Phi 3 mini", 96, 1, kv_heads=32),
     Attention("Gemma 3 27B, windows", 128, 2, kv_heads=16, window=1024),

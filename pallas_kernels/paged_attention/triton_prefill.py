@@ -67,6 +67,8 @@ def rule(group: int, value_dim: int, window: int | None, quantised: bool) -> Til
         rows, keys = min(rows, 64), min(keys, 32)
     if window is not None:  # and masks of two sides
         keys = min(keys, 32)
+        if quantised and value_dim <= 64:  # of which 8 warps would spill a few on A100 and L40
+            warps = 4
     return Tiling(rows, keys, warps, stages)
 
 
