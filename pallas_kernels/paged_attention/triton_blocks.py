@@ -153,12 +153,15 @@ def attend_block(
     # A row that sees no key of a block must not gather junk: its maximum may still be MASKED.
     weights = jnp.where(visible, jnp.exp(scores - new_top[:, None]), 0.0)
     total = total * decay + jnp.sum(weights, axis=1)
-    unit = None
     if pool.v_scale is not None:
-        weights, unit = in_units(weights * scales(pool.v_scale), dtype)
+        weights = weights * scales(pool.v_scale)
     wanted = parts(o.value_dim)
     v = [load(pool.v, part) for part in wanted] if pool.v is not None else k[: len(wanted)]
-    weights = weights.astype(dtype)
+    unit = None
+    if pool.v_scale is not None:  # after values were loaded: before, it takes more registers
+        weights, unit = in_units(weights, dtype)
+    else:
+        weights = weights.astype(dtype)
     attended = [plgpu.dot(weights, part) for part in v]
     if unit is not None:
         attended = [part * unit for part in attended]
