@@ -8,6 +8,7 @@ import inspect
 import shutil
 import subprocess
 import sys
+import threading
 from concurrent import futures
 from pathlib import Path
 
@@ -15,10 +16,14 @@ import grpc
 import pytest
 from fake_engine import ScriptedEngine, echo, forever, limits
 from jaxinfer_service import client as module
+from jaxinfer_service import model, servicer
 from jaxinfer_service.client import Asked, AsyncClient, Client, generate_request
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2_grpc
-from serving import in_loop, server_thread, serving, until
+from jaxinfer_service.server import Server, ServerConfig
+from serving import PATIENCE_S, in_loop, opened, server_thread, serving, until
+
+from jaxinfer.request import EngineStoppedError
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 LONG = limits(max_model_len=1 << 15, kv_tokens=1 << 15)
@@ -153,10 +158,70 @@ def test_an_answer_that_has_begun_is_not_begun_again():
         assert caught.value.code() is Code.UNAVAILABLE and service.calls == 1
 
 
+def chunks_of(client, prompt):
+    return [chunk.text for chunk in client.stream(prompt, max_new_tokens=1)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "call"),
+    [
+        ("x", lambda client, prompt: [client.generate(prompt, max_new_tokens=1).text]),
+        ("x", chunks_of),
+        ("x" * 300_000, chunks_of),  # gRPC keeps 256 KiB of a call, unless told otherwise
+    ],
+    ids=["generate", "stream", "long prompt"],
+)
+def test_our_server_leaves_a_refused_call_free_to_be_tried_again(monkeypatch, prompt, call):
+    """What it sends along, such as the call's id, must not begin the answer."""
+    refusals, leave = [], threading.Event()
+
+    def loaded(served):
+        try:
+            return model.loaded(served)
+        except EngineStoppedError:
+            refusals.append(served)
+            leave.set()
+            raise
+
+    monkeypatch.setattr(servicer, "loaded", loaded)
+    size = 1 << 19
+    engine = ScriptedEngine(
+        echo, limits(max_model_len=size, kv_tokens=size, max_queued_tokens=size)
+    )
+    server = Server(ServerConfig(port=0), lambda: leave.wait(PATIENCE_S) and opened(engine))
+
+    async def serve():
+        task = asyncio.create_task(server.run(on_signals=False))
+        await until(lambda: server.port)
+        try:
+            with Client(f"127.0.0.1:{server.port}") as client:
+                return await asyncio.to_thread(call, client, prompt)
+        finally:
+            server.shut_down()
+            leave.set()
+            await task
+
+    assert "".join(asyncio.run(serve())) == "x" and refusals
+
+
 @pytest.mark.parametrize("retries", [-1, 5])
 def test_retries_are_bounded(retries):
     with pytest.raises(ValueError, match=f"retries is {retries}; gRPC makes 0 to 4"):
         Client("127.0.0.1:1", retries=retries)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"api_key": "ji-a\n"}, "api_key is no API key"),
+        ({"api_key": "clé"}, "api_key is no API key"),
+        ({"ca": "ca.pem"}, "has no tls://"),
+        ({"target": "tls://127.0.0.1:1", "cert": "cert.pem"}, "needs both cert and key"),
+    ],
+)
+def test_what_cannot_be_a_connection_is_refused_before_a_call(how, said):
+    with pytest.raises(ValueError, match=said):
+        Client(**{"target": "127.0.0.1:1"} | how)
 
 
 # -- leaving, and many at once ---------------------------------------------------------------------

@@ -53,7 +53,8 @@ def test_ids_of_calls_come_back_and_are_logged(log):
             assert await id_of(request) == "mine-1"
             failed = client.stub.Generate(_request(""), metadata=given)
             assert (await refused(failed)).code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert await id_of(failed) == "mine-1"
+            assert dict(await failed.trailing_metadata())["x-request-id"] == "mine-1"
+            assert not [*await failed.initial_metadata()]  # or clients would not try again
             stream = client.stub.GenerateStream(_request("b"))
             assert [chunk async for chunk in stream] and len(await id_of(stream)) == 32
             async with http(server) as plain:
