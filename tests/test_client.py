@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +23,7 @@ from jaxinfer_service.client import Asked, AsyncClient, Client, generate_request
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2_grpc
 from jaxinfer_service.server import Server, ServerConfig
-from serving import PATIENCE_S, in_loop, opened, server_thread, serving, until
+from serving import PATIENCE_S, in_loop, opened, server_thread, serving, until, wait_until
 
 from jaxinfer.request import EngineStoppedError
 
@@ -282,6 +284,26 @@ def test_of_many_the_first_failure_is_raised():
             asyncio.run(fails())
         assert caught.value.code() is Code.INVALID_ARGUMENT
         asyncio.run(until(lambda: not engine.has_work))
+
+
+def test_many_are_given_up_at_once():
+    """By a failure and by Ctrl-C: what runs is cancelled, and nothing else begun."""
+    engine = ScriptedEngine(forever, LONG)
+    with server_thread(engine) as address, Client(address, api_key="k") as client:
+        with pytest.raises(grpc.RpcError) as caught:
+            client.generate_all(["a", "", *"bcd"], concurrency=2)
+        assert caught.value.code() is Code.INVALID_ARGUMENT
+        wait_until(lambda: engine.counters.aborted == 1)
+
+        def interrupt():
+            wait_until(lambda: engine.counters.received == 3)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            client.generate_all("x" * 9, concurrency=2)
+        wait_until(lambda: engine.counters.aborted == 3)
+        assert engine.counters.received == 3 and not engine.has_work
 
 
 # -- the examples ----------------------------------------------------------------------------------
