@@ -9,18 +9,22 @@ from types import SimpleNamespace
 
 import pytest
 from fake_engine import ScriptedEngine, forever, limits
-from jaxinfer_service.bench import beside, front, soak
+from jaxinfer_service.bench import beside, front, mock_server, soak
 from jaxinfer_service.bench.clients import prompts
 from jaxinfer_service.bench.doors import HttpDoor, door
 from jaxinfer_service.bench.own_server import Meter, own_server, thread_seconds
 from jaxinfer_service.cli import app as cli
+from jaxinfer_service.server import ServerConfig
 from serving import TOKENIZER, in_loop, serving, until, wait_until
 from typer.testing import CliRunner
 
+from jaxinfer.bench import serve
+from jaxinfer.bench.no_device import engine_without_device
 from jaxinfer.bench.setup import BenchEngine
 from jaxinfer.bench.workload import WorkItem
 from jaxinfer.config import EngineConfig
 from jaxinfer.generation import SamplingDefaults
+from jaxinfer.policy import SchedulerLimits, SchedulerPolicy
 
 ROOMY = limits(max_model_len=4096, kv_tokens=1 << 16, max_num_seqs=4, max_queued_requests=100)
 
@@ -148,6 +152,25 @@ async def test_http_load_keeps_connections_and_says_what_was_refused():
             async for _ in way.stream(WorkItem((40,), 10_000)):
                 pass
         await way.close()
+
+
+@in_loop
+async def test_a_mock_servers_steps_take_their_time_whatever_is_in_them():
+    engine = engine_without_device(SchedulerLimits(4, 64, 16, (64,)), SchedulerPolicy(), 64)
+    server = mock_server.paced(bench(engine), 0.02, ServerConfig(port=0, http_port=0))
+    running = asyncio.create_task(server.run(on_signals=False))
+    await until(lambda: server.port)
+    way = door(f"127.0.0.1:{server.port}")
+    await way.wait_ready(30)
+    items = [WorkItem(tuple(range(1, n)), 10) for n in (2, 30, 50)]
+    records, _ = await serve.run(way, items, [0.0] * 3)
+    await way.close()
+    server.shut_down()
+    await running
+    assert [record.output_tokens for record in records] == [10] * 3
+    # From the first one's step on: a token a step, and prompts of 82 tokens take one or two.
+    assert all(record.e2el >= 0.2 for record in records)
+    assert max(record.e2el for record in records) < 2
 
 
 @in_loop

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 
 import httpx2 as httpx
 import openai
 import pytest
 from fake_engine import EOS, LIMITS, LONG, ScriptedEngine, echo, forever, says
 from jaxinfer_service.model import OpenedModel
+from jaxinfer_service.server import listen
 from serving import PATIENCE_S, TOKENIZER, in_loop, serving, serving_model, until
 
 from jaxinfer.engine_thread import EngineThread
@@ -357,3 +359,19 @@ async def test_many_callers_behind_a_semaphore():
 
         prompts = [f"prompt {i}" for i in range(100)]
         assert await asyncio.gather(*map(ask, prompts)) == prompts
+
+
+@in_loop
+async def test_small_messages_leave_at_once():
+    accepted = asyncio.get_running_loop().create_future()
+    server = await asyncio.start_server(
+        lambda _, writer: accepted.set_result(writer), sock=listen("127.0.0.1", 0)
+    )
+    async with server:
+        _, ours = await asyncio.open_connection(*server.sockets[0].getsockname())
+        theirs = await accepted
+        connection = theirs.get_extra_info("socket")
+        at_once = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        ours.close()
+        theirs.close()
+    assert at_once

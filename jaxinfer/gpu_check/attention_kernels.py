@@ -20,12 +20,15 @@ from pallas_kernels.paged_attention import (
 from pallas_kernels.paged_attention.dispatch import HOPPER, PAGES, hopper_takes
 from pallas_kernels.paged_attention.triton_blocks import Pool
 
-SLOTS, CHUNK, TILES, TABLE_WIDTH, NUM_PAGES = 64, 512, 16, 128, 512
+SLOTS, CHUNK, TILES, TABLE_WIDTH = 64, 512, 16, 128
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention as some models have it, on one device."""
+    """Attention as some models have it, on one device.
+
+    Of an array of more than 4 GiB kernels compute offsets in 64 bits, which takes more registers.
+    """
 
     models: str
     head_dim: int
@@ -37,12 +40,13 @@ class Attention:
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    num_pages: int = 512
 
 
 ATTENTION = (
     Attention("Llama 3 8B, Qwen3 32B", 128, 4),
     Attention("Llama 3 70B over 8 GPUs", 128, 8, kv_heads=1),
-    Attention("pages of 16", 128, 4, page_size=16),
+    Attention("pages of 16, 5 GiB of keys", 128, 4, page_size=16, num_pages=5 << 15),
     Attention("SmolLM2", 64, 3, kv_heads=3),
     Attention("gpt-oss", 64, 8, window=128, sinks=True),
     Attention("Phi-2, Phi 3 medium", 80, 1, kv_heads=32),
@@ -53,6 +57,17 @@ ATTENTION = (
     Attention("DeepSeek V3, latent", 576, 128, kv_heads=1, value_dim=512),
     Attention("int8 pages", 128, 4, page_size=32, pages="int8"),
     Attention("float8 pages", 128, 4, page_size=32, pages="float8_e4m3fn"),
+    # Every feature at once, and offsets of 64 bits: the most registers that they can take.
+    Attention(
+        "int8 pages, window, cap and sinks, 5 GiB of keys",
+        *(96, 4),
+        page_size=32,
+        pages="int8",
+        window=1024,
+        soft_cap=50.0,
+        sinks=True,
+        num_pages=7 << 15,
+    ),
 )
 
 
@@ -132,7 +147,7 @@ def _prefill_arrays(case: Attention, mesh: Mesh) -> tuple[Any, tuple[Any, Any]]:
 
 
 def _pool(case: Attention, mesh: Mesh) -> tuple[Pool, dict[str, Any]]:
-    places = (NUM_PAGES, case.kv_heads, case.page_size)
+    places = (case.num_pages, case.kv_heads, case.page_size)
     pages = abstract(mesh, jnp.dtype(case.pages), *places, case.head_dim)
     pool = Pool(pages, pages if case.value_dim is None else None)
     if case.pages != "bfloat16":

@@ -311,8 +311,9 @@ def check_listen(host: str, port: int) -> None:
 def listen(host: str, port: int, option: str = "--port") -> socket.socket:
     """A socket that listens there. Raises ListenError saying what to do, with `option`."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind)
+        # With its protocol named: asyncio then sends small messages on its connections at once.
+        *how, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(*how)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)

@@ -13,7 +13,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,6 +181,17 @@ class OwnServer:
         self.link.aside = None
 
 
+def opened(
+    bench: BenchEngine, name: str, connect: Callable[[OnEvents, OnStop], EngineLink]
+) -> OpenedModel:
+    """A benchmark's engine as a server takes it, under that name."""
+    defaults = bench.model.generation
+    text = TextProcessor(
+        bench.model.tokenizer, defaults.eos_ids, bench.engine.limits, defaults.sampling
+    )
+    return OpenedModel((name,), text, connect, bench.config)
+
+
 @contextlib.asynccontextmanager
 async def own_server(bench: BenchEngine) -> AsyncIterator[OwnServer]:
     """A server on this engine, and a process of clients, both ready."""
@@ -191,18 +202,14 @@ async def own_server(bench: BenchEngine) -> AsyncIterator[OwnServer]:
         stdout=asyncio.subprocess.PIPE,
         limit=_LONGEST_LINE,
     )
-    server = Server(ServerConfig(port=0, http_port=0), lambda: opened)
+    server = Server(ServerConfig(port=0, http_port=0), lambda: model)
     own = OwnServer(bench, server, clients)
 
     def connect(on_events: OnEvents, on_stop: OnStop) -> EngineLink:
         own.links.append(_Watched(bench.engine, on_events, on_stop))
         return own.link
 
-    defaults = bench.model.generation
-    text = TextProcessor(
-        bench.model.tokenizer, defaults.eos_ids, bench.engine.limits, defaults.sampling
-    )
-    opened = OpenedModel(("bench",), text, connect, bench.config)
+    model = opened(bench, "bench", connect)
     running = asyncio.create_task(server.run(on_signals=False))
     try:
         while not server.port and not running.done():

@@ -58,7 +58,7 @@ class _BenchGroup(TyperGroup):
     def _real(self) -> Any:
         # They add themselves to the group.
         from jaxinfer.bench.cli import app as bench
-        from jaxinfer_service.bench import beside, front, serve, soak  # noqa: F401
+        from jaxinfer_service.bench import beside, front, mock_server, serve, soak  # noqa: F401
         from jaxinfer_service.cli import help_table
 
         help_table.use()
