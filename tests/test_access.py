@@ -188,7 +188,7 @@ async def test_a_keys_tenant_is_that_of_its_requests(tmp_path):
 
     access = Access(key_file(tmp_path / "k"))
     async with serving(ScriptedEngine(script), access=access, http_port=0) as (server, _):
-        async with AsyncClient(f"127.0.0.1:{server.port}", api_key="ji-bob") as bob:
+        async with AsyncClient(f"127.0.0.1:{server.port}", api_key="ji-bob", retries=0) as bob:
             await bob.generate("x")
             await bob.generate("x", tenant="b")
             error = await refused(bob.generate("x", tenant="c"))
@@ -207,7 +207,7 @@ async def test_a_keys_tenant_is_that_of_its_requests(tmp_path):
 async def test_a_limit_says_when_to_come_again(tmp_path):
     access = Access(key_file(tmp_path / "k", requests_per_minute=1), clock=lambda: 0.0)
     async with serving(ScriptedEngine(echo), access=access, http_port=0) as (server, _):
-        async with AsyncClient(f"127.0.0.1:{server.port}", api_key="ji-alice") as alice:
+        async with AsyncClient(f"127.0.0.1:{server.port}", api_key="ji-alice", retries=0) as alice:
             await alice.generate("x")
             error = await refused(alice.generate("x"))
             assert error.code() is Code.RESOURCE_EXHAUSTED

@@ -35,6 +35,7 @@ from jaxinfer_service.http.app import HttpFront
 from jaxinfer_service.http.body import MOST_BYTES
 from jaxinfer_service.http.origins import across_origins
 from jaxinfer_service.http.server import HttpServer
+from jaxinfer_service.lasting import Health
 from jaxinfer_service.live import LiveView
 from jaxinfer_service.metrics.histograms import Histograms
 from jaxinfer_service.model import OpenedModel, ServedModel
@@ -118,7 +119,8 @@ class Server:
         self._live = LiveView()
         self._control = ControlService(self._live, self.drain)
         self._http = HttpFront(config.metrics_prefix, self._live)
-        self._health = health.aio.HealthServicer()
+        self._stopped = asyncio.Event()
+        self._health = Health(self._stopped)
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -167,6 +169,7 @@ class Server:
             return True
         finally:
             await self._set_health(serving=False)
+            self._stopped.set()
             hurry = self._hurry.is_set()
             if http is not None:
                 await http.stop(hurry)
@@ -204,7 +207,7 @@ class Server:
         server.add_generic_rpc_handlers((self._service.handler(), self._control.handler()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_reflection(names, server)
+        reflection.enable_reflection(names, server, self._stopped)
         return server
 
     async def _load(self) -> OpenedModel | None:
