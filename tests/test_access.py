@@ -75,7 +75,10 @@ def test_the_command_prints_an_entry_and_the_key(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("keys: [", "no YAML"),
+        ("keys: [", "no YAML: line 1: "),
+        ("keys:\n- name: a\nkeys:\n- name: b\n", "no YAML: line 3: keys is there twice"),
+        ("a: \x00", "no YAML: .* special characters"),
+        ("[" * 100_000, "nested too deeply"),
         ("- a", "the file"),
         ("keys: []", "keys"),
         ("keys: [{name: a, sha256: abc}]", "sha256"),
@@ -87,8 +90,9 @@ def test_the_command_prints_an_entry_and_the_key(tmp_path):
 def test_a_bad_file_is_refused_by_name(tmp_path, text, said):
     file = tmp_path / "keys.yaml"
     file.write_text(text)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=said) as caught:
         Access(file)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_key_begins_so_many_calls_a_minute(tmp_path):

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pydantic
-import yaml
 
 from jaxinfer_service.yaml_text import load_yaml
 
@@ -175,12 +174,12 @@ def read_keys(path: Path) -> dict[str, Key]:
     """Keys by their hashes. Raises OSError, or ValueError naming what is wrong in the file."""
     try:
         found = _File.model_validate(load_yaml(path.read_text("utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML: {error}") from error
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         raise ValueError(f"{path}: {place}: {first['msg']}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no YAML: {error}") from error
     names = [key.name for key in found.keys]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
