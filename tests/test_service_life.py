@@ -10,6 +10,7 @@ from fake_engine import LONG, ScriptedEngine, balanced, echo, forever, limits, s
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from jaxinfer_service import server as server_module
+from jaxinfer_service.access import Access, make_key
 from jaxinfer_service.client import AsyncClient
 from jaxinfer_service.server import Server, ServerConfig
 from jaxinfer_service.servicer import SERVICE_NAME
@@ -105,7 +106,8 @@ async def test_a_dead_engine_is_unavailable_and_unhealthy_and_says_why():
 
 
 @in_loop
-async def test_a_stalled_engine_is_unhealthy_until_it_moves():
+async def test_a_stalled_engine_is_unhealthy_until_it_moves(caplog):
+    caplog.set_level("INFO")
     engine = ScriptedEngine(echo)
     async with serving(engine, stall_limit=2.0) as (_, client):
         engine.gate.clear()
@@ -115,6 +117,23 @@ async def test_a_stalled_engine_is_unhealthy_until_it_moves():
         engine.gate.set()
         await client.wait_ready(PATIENCE_S)
         assert (await client.generate("x")).text == "x"
+    assert caplog.messages.count("serving") == 2
+    assert sum("to try it" in message for message in caplog.messages) == 1
+
+
+@in_loop
+async def test_the_log_has_a_line_to_try(tmp_path, caplog):
+    caplog.set_level("INFO")
+    engine = ScriptedEngine(echo)
+    async with serving(engine, host="0.0.0.0") as (server, _):
+        line = f"to try it: jaxinfer chat --server 127.0.0.1:{server.port}"
+        await until(lambda: line in caplog.messages)
+    key, digest = make_key()
+    (tmp_path / "keys").write_text(f"keys: [{{name: a, sha256: {digest}}}]")
+    access = Access(tmp_path / "keys")
+    async with serving(engine, client={"api_key": key}, access=access) as (server, _):
+        line = f"to try it: JAXINFER_API_KEY=KEY jaxinfer chat --server 127.0.0.1:{server.port}"
+        await until(lambda: line in caplog.messages)
 
 
 @in_loop

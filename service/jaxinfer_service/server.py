@@ -29,6 +29,7 @@ from jaxinfer.frontend import Frontend
 from jaxinfer_service import control, reflection, servicer
 from jaxinfer_service.access import Access
 from jaxinfer_service.call_headers import GrpcIds, HttpIds
+from jaxinfer_service.channel import KEY_VARIABLE, TLS_SCHEME
 from jaxinfer_service.control import ControlService
 from jaxinfer_service.guard import GrpcGuard, HttpGuard
 from jaxinfer_service.http.app import HttpFront
@@ -280,12 +281,21 @@ class Server:
                     logger.error("not serving: %s", reason)
                 else:
                     logger.info("serving", extra=self._where())
+                    if before is None:
+                        logger.info("to try it: %s", self._example())
             before = reason
             if served.frontend.failure:  # nothing will come of it any more; let that be seen
                 await asyncio.sleep(self.config.failed_grace)
                 self._stopping.set()
                 return
             await asyncio.sleep(min(CHECK_SECONDS, self.config.stall_limit / 4))
+
+    def _example(self) -> str:
+        """A command that asks this server, from this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.config.host, self.config.host)
+        address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        key = f"{KEY_VARIABLE}=KEY " if self.config.access.path is not None else ""
+        return f"{key}jaxinfer chat --server {TLS_SCHEME if self.config.tls else ''}{address}"
 
     def _where(self) -> dict[str, Any]:
         where = {"host": self.config.host, "port": self.port}
