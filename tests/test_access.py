@@ -69,7 +69,8 @@ def test_the_command_prints_an_entry_and_the_key(tmp_path):
     assert (found.name, found.roles, found.tenant) == ("team", ("admin",), "t")
     with Access(file).granted(result.stderr.split()[-1], "inference"):
         pass
-    assert run("make-key", "team", "--role", "king").exit_code != 0
+    wrong = run("make-key", "team", "--role", "king")
+    assert wrong.exit_code == 1 and len(wrong.stderr.splitlines()) == 1 and "admin" in wrong.stderr
 
 
 @pytest.mark.parametrize(

@@ -175,9 +175,7 @@ def read_keys(path: Path) -> dict[str, Key]:
     try:
         found = _File.model_validate(load_yaml(path.read_text("utf-8")))
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise ValueError(f"{path}: {place}: {first['msg']}") from error
+        raise ValueError(f"{path}: {_fault(error)}") from error
     except ValueError as error:
         raise ValueError(f"{path} is no YAML: {error}") from error
     names = [key.name for key in found.keys]
@@ -187,7 +185,23 @@ def read_keys(path: Path) -> dict[str, Key]:
     return {key.sha256: key for key in found.keys}
 
 
+def _fault(error: pydantic.ValidationError) -> str:
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
+
+
 def make_key() -> tuple[str, str]:
     """A new key, and the hash that a file has of it."""
     key = PREFIX + secrets.token_urlsafe(32)
     return key, hashlib.sha256(key.encode()).hexdigest()
+
+
+def make_entry(name: str, role: str, tenant: str) -> tuple[str, Key]:
+    """A new key and its entry of the file. Raises ValueError for what no entry may have."""
+    key, digest = make_key()
+    try:
+        return key, Key.model_validate(
+            {"name": name, "sha256": digest, "roles": (role,), "tenant": tenant}
+        )
+    except pydantic.ValidationError as error:
+        raise ValueError(_fault(error)) from error

@@ -19,12 +19,10 @@ def make_key(
     """Make an API key: the entry for --api-keys to stdout, the key itself to stderr, once."""
     import yaml
 
-    from jaxinfer_service.access import Key
-    from jaxinfer_service.access import make_key as new
+    from jaxinfer_service.access import make_entry
 
-    key, digest = new()
     try:
-        entry = Key(name=name, sha256=digest, roles=(role,), tenant=tenant)  # type: ignore[arg-type]
+        key, entry = make_entry(name, role, tenant)
     except ValueError as error:
         console.fail(error)
     shown = entry.model_dump(exclude_defaults=True) | {"roles": list(entry.roles)}
