@@ -229,6 +229,21 @@ def test_log_lines_are_structured(form, capsys):
         console.set_up_logging("loud", form)
 
 
+def test_the_reason_of_an_end_is_a_line_of_the_log(capsys):
+    for form in ("json", "text"):
+        console.set_up_logging("error", form)
+        with pytest.raises(typer.Exit) as ended:
+            console.fail(ValueError("it burns"), 3)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert ended.value.exit_code == 3
+        if form == "json":
+            assert (
+                json.loads(line)["message"] == "it burns" and json.loads(line)["level"] == "error"
+            )
+        else:
+            assert line == "jaxinfer: it burns"
+
+
 # -- generate, convert, inspect ------------------------------------------------------------------
 
 
