@@ -6,6 +6,8 @@ they raise into a status. A cancelled call cancels its handler.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,8 +16,10 @@ from google.protobuf.message import Message
 
 from jaxinfer_service import status, wire
 
-Context = grpc.aio.ServicerContext
+logger = logging.getLogger(__name__)
 
+Context = grpc.aio.ServicerContext
+_LEFT = "left by its caller"
 
 Method = Callable[[bytes, Context], Awaitable[Any]]
 
@@ -39,6 +43,9 @@ def unary(
         try:
             response = await method(wire.parse(kind, data), context)
             return response.SerializeToString()
+        except asyncio.CancelledError:
+            logger.debug(_LEFT)
+            raise
         except Exception as error:
             await status.abort(context, error)
             raise  # not reached: abort raises
@@ -54,6 +61,9 @@ def streaming(
     async def call(data: bytes, context: Context) -> None:
         try:
             await method(wire.parse(kind, data), context)
+        except asyncio.CancelledError:
+            logger.debug(_LEFT)
+            raise
         except Exception as error:
             await status.abort(context, error)
 
