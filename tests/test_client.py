@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -307,6 +308,37 @@ def test_many_are_given_up_at_once():
 
 
 # -- the examples ----------------------------------------------------------------------------------
+
+ONLY = """
+import importlib.metadata, importlib.util, re, sys
+wanted, have = sys.argv[1:], {"jaxinfer"}
+while wanted:
+    name = re.sub("[-_.]+", "-", wanted.pop()).lower()
+    if name not in have:
+        have.add(name)
+        needs = importlib.metadata.requires(name) or []
+        wanted += [re.match("[A-Za-z0-9._-]+", n)[0] for n in needs if "extra ==" not in n]
+of = importlib.metadata.packages_distributions()
+class Absent:
+    def find_spec(name, path=None, target=None):
+        found = {re.sub("[-_.]+", "-", d).lower() for d in of.get(name.split(".")[0], ())}
+        if found and not found & have:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent)
+from jaxinfer_service.client import Client, violations
+with Client("127.0.0.1:1", retries=0) as client:
+    try:
+        client.generate([{"role": "user", "content": "x"}])
+    except Exception as error:
+        assert violations(error) == {} and error.code().name == "UNAVAILABLE", error
+"""
+
+
+def test_the_client_needs_only_the_packages_that_its_example_names():
+    said = (EXAMPLES / "many_prompts.py").read_text()
+    packages = re.search("pip install (?!--no-deps)(.+)", said)[1]
+    assert packages in (EXAMPLES.parent / "docs" / "serving.md").read_text()
+    run_example(sys.executable, "-c", ONLY, *packages.split())
 
 
 def run_example(*command, cwd=None):
