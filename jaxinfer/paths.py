@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import platformdirs
-
 
 def cache_dir() -> Path:
     """The cache folder: $JAXINFER_CACHE, or the platform's user cache folder."""
+    import platformdirs  # here: GPUs are checked where little is installed
+
     override = os.environ.get("JAXINFER_CACHE")
     return Path(override or platformdirs.user_cache_dir("jaxinfer")).expanduser()
 

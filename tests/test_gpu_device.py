@@ -4,7 +4,9 @@ and the table of block sizes that it writes and the kernels read."""
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -271,6 +273,42 @@ def test_without_a_gpu_nothing_is_run(tmp_path):
     )  # fmt: skip
     assert done.returncode == 2
     assert "cannot be run here" in done.stderr and "JAX found no GPU" in done.stderr
+
+
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name in {missing!r}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+from jaxinfer.gpu_check import cli
+from jaxinfer.gpu_check.on_device import worker
+from jaxinfer.gpu_check.on_device.registry import device_cases
+print(len(list(device_cases())))
+"""
+
+
+def test_kernels_are_checked_where_little_is_installed():
+    def required_by(*names):
+        lines = [line for name in names for line in importlib.metadata.requires(name) or ()]
+        return {re.match(r"[\w.-]+", line)[0] for line in lines if "extra ==" not in line}
+
+    needed = {"jax", "jaxtyping", "psutil", "rich", "typer"}  # as docs/gpu.md says
+    others = required_by("jaxinfer") - needed - required_by(*needed)
+    modules = importlib.metadata.packages_distributions().items()
+    missing = {name for name, owners in modules if others & {*owners}}
+    assert {"platformdirs", "grpc", "tokenizers"} <= missing
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(missing=missing)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == len(list(device_cases()))
 
 
 def test_an_error_names_its_place():
