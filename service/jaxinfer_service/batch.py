@@ -179,9 +179,9 @@ class Journal:
         try:
             while left:
                 left = left[os.write(self._file, left) :]
-        except OSError:
+        except OSError as error:
             os.ftruncate(self._file, end)  # others may still be written behind it
-            raise
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
         self.answered[name] = answer.status
 
     @property
