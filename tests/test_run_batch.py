@@ -172,7 +172,7 @@ def test_an_answer_that_a_full_disk_cuts_off_leaves_no_trace(tmp_path, monkeypat
     monkeypatch.setattr(batch.os, "write", write_what_fits)
     with Journal(out, lines) as journal:
         journal.add("a", Answer(200, {}, {}))
-        with pytest.raises(OSError, match="No space left on device: .*out.jsonl"):
+        with pytest.raises(OSError, match=r"No space left on device: .*out.jsonl"):
             journal.add("b", Answer(200, {}, {}))
         journal.add("c", Answer(200, {}, {}))
     assert not room and [entry["custom_id"] for entry in entries(out)] == ["a", "c"]
