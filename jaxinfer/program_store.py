@@ -115,13 +115,14 @@ def _environment() -> tuple[str, ...]:
         *(f"{flag}={getattr(jax.config, flag)}" for flag in _FLAGS),
         f"{device.platform} {device.device_kind} {device.client.platform_version}",
         str(jax.device_count()),
-        str(_cpus()),
+        str(cpus()),
         platform.machine() + _cpu_features(),
     )
 
 
-def _cpus() -> int:
-    """CPUs of this process: XLA splits loops for as many when it compiles."""
+def cpus() -> int:
+    """CPUs of this process: XLA has a thread for each, and splits loops for as many when it
+    compiles."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

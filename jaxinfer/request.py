@@ -59,7 +59,7 @@ class SamplingParams:
         min_tokens: among the first so many output tokens none ends the output: its end ids are
             forbidden there, and a stop string that is complete within them ends nothing.
         allowed_token_ids: forbids all other tokens; to end by an end id it must be among them.
-        bad_words: texts that the output's tokens never spell, with a space before them or without:
+        bad_words: texts whose own tokens never follow each other, with a space before or without:
             the last token of each way to encode one is forbidden after those before it.
         structured: what form the output must have; it ends where that is complete.
     """

@@ -7,6 +7,7 @@ The engine keeps one step in flight, so the device never waits for Python.
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -82,9 +83,19 @@ class Runner:
         self._levels = np.zeros(num_slots + 1, np.int8)  # by slot, see `sampling_level`
         self._table_widths = tuple(table.shape[1] for table in self.slots.page_tables)
         self._masks: dict[int, np.ndarray] = {}  # by slot: what the device has
+        self._process = os.getpid()
 
     def dispatch(self, plan: StepPlan, shape: StepShape | None = None) -> Dispatched:
-        """Send one step to the device, in the cheapest shape that holds it if none is named."""
+        """Send one step to the device, in the cheapest shape that holds it if none is named.
+
+        Raises RuntimeError in a process that was forked since: it would wait for threads for ever.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"this engine was made in process {self._process}, and forking it left behind the "
+                "threads that compute; make an engine in each process, and start processes with "
+                "multiprocessing's method 'spawn'"
+            )
         if plan.page_outs or plan.page_ins:
             assert self.transfer is not None, "pages move, but host memory for them was not planned"
             self.pools = self.transfer.dispatch(self.pools, plan)

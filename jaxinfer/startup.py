@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.compile_watch import CompileWatch
 from jaxinfer.config import Determinism, EngineConfig, ModelConfig
-from jaxinfer.cpu_kernels.choose import attention_heads
+from jaxinfer.cpu_kernels.choose import attention_heads, attention_scratch
 from jaxinfer.determinism import ATTENTION_BLOCK, Build, choose
 from jaxinfer.engine import Engine
 from jaxinfer.expert_load import ExpertLoad
@@ -103,8 +103,8 @@ def build_engine(
             f"{rope.original_max_position} takes those of short ones"
         )
     served = dataclasses.replace(model.config, rope=rope)
-    num_groups = len(kv_groups(served, 1, config.page_size, config.pages))
-    widths = (pages_for(max_model_len, config.page_size),) * num_groups
+    of_one_page = kv_groups(served, 1, config.page_size, config.pages)
+    widths = (pages_for(max_model_len, config.page_size),) * len(of_one_page)
     slots = empty_slots(config.max_num_seqs, widths)
     options = empty_options(config.max_num_seqs, served.vocab_size)
     history = empty_history(config.max_num_seqs, served.vocab_size)
@@ -124,6 +124,7 @@ def build_engine(
         what = "experts are computed by XLA, not by kernels: %s (docs/kernels.md)"
         logger.warning(what, experts.why)
         made = max(made, largest_copied(_specs(params, served), config.dtype))
+    made += attention_scratch(config, served, of_one_page[0])
     memory, groups = plan_memory(served, config, max_model_len, weights, kept, device, made=made)
     for line in memory.lines(groups, max_model_len):
         logger.info(line)
@@ -161,7 +162,8 @@ def _pools(groups: tuple[KVGroup, ...], mesh: Mesh | None) -> Pools:
 def _use_large_pages(params: Tree, pools: Pools) -> None:
     large = in_large_pages(jax.tree.leaves(params))
     in_large_pages(jax.tree.leaves(pools), at_once=False)
-    logger.info(f"{size_text(large)} of memory with weights are in large pages")
+    if large:
+        logger.info(f"{size_text(large)} of memory with weights are in large pages")
 
 
 def _runner(
@@ -198,10 +200,11 @@ def _runner(
         f"largest temporary {size_text(temporary)}"
     )
     handed = programs.handed_bytes(model, jax.numpy.dtype(config.dtype).itemsize)
-    if temporary + handed > memory.workspace_bytes:
+    scratch = attention_scratch(config, model, groups[0])
+    if temporary + scratch + handed > memory.workspace_bytes:
         raise RuntimeError(
-            f"the largest program needs {temporary} bytes of temporaries and hands over {handed}, "
-            f"more than the {memory.workspace_bytes} planned; "
+            f"the largest program needs {temporary} bytes of temporaries and {scratch} in threads, "
+            f"and hands over {handed}, more than the {memory.workspace_bytes} planned; "
             "lower max_num_batched_tokens or max_num_seqs"
         )
     return runner, determinism

@@ -236,7 +236,7 @@ class ScriptedEngine:
             self._count_end(request_id, FinishReason.LENGTH)
             end = self._first(request, fresh, now)
             return end._replace(finish=FinishReason.LENGTH, prompt_logprobs=scored)
-        token = script[position]
+        token = script[min(position, len(script) - 1)]  # its last on and on, if that is no end
         self.counters.generated_tokens += 1
         position += 1
         finish = None

@@ -39,6 +39,7 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
+TEXTUAL = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
 COLOGNE = ("weather", '{"city": "Köln"}')
 LIMITS = limits(max_model_len=4096, kv_tokens=8192, vocab_size=300, max_queued_tokens=100_000)
@@ -275,11 +276,12 @@ async def test_reasoning_that_the_template_begins():
 
 
 BAD = [
-    ({"tool_choice": "auto"}, None, "there are no tools"),
-    ({"tools": [WEATHER, WEATHER]}, None, "another tool's"),
+    ({"tool_choice": "auto"}, "tool_choice", "there are no tools"),
+    ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "another tool's"),
+    ({"tools": [TEXTUAL]}, "tools[0].function.parameters", "'object'"),
     (
         {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}},
-        None,
+        "tool_choice",
         "none of tools",
     ),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "1"),
@@ -287,8 +289,12 @@ BAD = [
     ({"chat_template_kwargs": {"enable": 1}}, "chat_template_kwargs", "does not read"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "does not read"),
     ({"reasoning_effort": "high"}, "chat_template_kwargs", "has reasoning_effort"),
-    ({"messages": [{"role": "assistant"}]}, "messages[0]", "content is missing"),
-    ({"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]}, "messages[0]", "tool"),
+    ({"messages": [{"role": "assistant"}]}, "messages[0].content", "is missing"),
+    (
+        {"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]},
+        "messages[0].tool_call_id",
+        "the role is not tool",
+    ),
     ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role", "at least 1"),
     ({"functions": [{}]}, "functions", "not known"),
 ]

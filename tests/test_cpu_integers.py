@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from other_cpus import AVX2, run_tests
 from test_families import family_folder
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.bench import setup
-from jaxinfer.checkpoints import load_model
-from jaxinfer.config import EngineConfig
 from jaxinfer.cpu_kernels import compiler, integer_panels
-from jaxinfer.cpu_kernels.choose import prepare_weights
 from jaxinfer.cpu_kernels.integer_panels import IntegerPanels
-from jaxinfer.cpu_kernels.panels import Panels
 from jaxinfer.cpu_kernels.prepare import in_panels, without_panels
 from jaxinfer.models.layers import embed, linear
 from jaxinfer.params import ParamSpec
@@ -112,27 +106,6 @@ def test_an_engine_says_the_same_with_kernels_and_without(tmp_path, kind):
     assert said[0] == said[1]
 
 
-def test_a_benchmarks_variants_have_their_weights_as_they_say(tmp_path, monkeypatch):
-    model = load_model(family_folder(tmp_path / "qwen3", "qwen3"), dtype="float32")
-    prepare_weights(model, EngineConfig())
-    monkeypatch.setattr(setup, "build_engine", lambda *_: None)
-    bench = setup.BenchEngine(None, model, EngineConfig())
-    quantised = setup.start_variant(bench, "quantization=w8a8")
-    plain = setup.start_variant(quantised, "cpu_kernels=false")
-    kinds = [type(run.model.params["layers"][0]["qkv"]) for run in (bench, quantised, plain)]
-    assert kinds == [Panels, IntegerPanels, Quantised]
-
-
-NARROW = """
-from jaxinfer.cpu_kernels import compiler
-compiler._INSTRUCTIONS = tuple(s for s in compiler._INSTRUCTIONS if s[1].lanes == 8)
-import pytest, sys
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "{file}", "-k", "to_the_bit"]))
-"""
-
-
 @pytest.mark.skipif(not compiler.host_has("avxvnni"), reason="not on this CPU")
 def test_narrower_registers_do_as_well():
-    script = NARROW.format(file=__file__)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0 and "8 passed" in done.stdout, done.stdout
+    assert "9 passed" in run_tests(__file__, "to_the_bit or overflow", (*AVX2, "avxvnni"))

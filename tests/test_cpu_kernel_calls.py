@@ -18,6 +18,7 @@ from xla_ffi_frames import Threads, address_of, at_an_edge
 
 from jaxinfer.cpu_kernels.compiler import vectors
 from jaxinfer.cpu_kernels.heads import Heads
+from jaxinfer.cpu_kernels.integer_panels import kernel_of_integers
 from pallas_kernels.paged_attention.reference import TILE_ROWS
 
 if vectors() is None:
@@ -140,6 +141,24 @@ def test_products_stay_within_their_buffers(rows, depth, panels, dtype, end):
     found = call(handler(matmul._registered.__wrapped__, dtype), [x, matrix], result, end)
     flat = matrix.astype(np.float64).swapaxes(1, 2).reshape(-1, depth)
     np.testing.assert_allclose(found, x.astype(np.float64) @ flat.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not kernel_of_integers(vectors()), reason="no products of integers here")
+@SETTINGS
+@given(
+    rows=st.sampled_from([1, 2, 8, 9, 64, 65, 129]),
+    depth=st.integers(1, 40),
+    panels=st.integers(1, 12),
+    end=st.booleans(),
+)
+def test_products_of_integers_stay_within_their_buffers(rows, depth, panels, end):
+    rng, width = np.random.default_rng(depth), vectors().panel
+    x = rng.integers(-(1 << 31), 1 << 31, (rows, depth), np.int32)
+    matrix = rng.integers(-(1 << 31), 1 << 31, (panels, depth, width), np.int32)
+    result = np.zeros((rows, panels * width), np.int32)
+    found = call(handler(matmul._registered.__wrapped__, "int8"), [x, matrix], result, end)
+    flat = np.ascontiguousarray(matrix.swapaxes(1, 2)).view(np.uint8).reshape(-1, 4 * depth)
+    np.testing.assert_array_equal(found, x.view(np.int8).astype(int) @ flat.T.astype(int))
 
 
 @st.composite

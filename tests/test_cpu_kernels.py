@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from other_cpus import AVX2, run_tests
 from test_families import family_folder, oracle
 from tiny_checkpoint import dense_logits
 
@@ -21,9 +19,10 @@ from jaxinfer.checkpoints import load_model
 from jaxinfer.config import EngineConfig
 from jaxinfer.cpu_kernels import compiler
 from jaxinfer.cpu_kernels import panels as panels_module
-from jaxinfer.cpu_kernels.choose import prepare_weights
+from jaxinfer.cpu_kernels.choose import attention_scratch, prepare_weights
 from jaxinfer.cpu_kernels.compiler import vectors
 from jaxinfer.cpu_kernels.heads import Heads
+from jaxinfer.cpu_kernels.integer_panels import IntegerPanels, kernel_of_integers
 from jaxinfer.cpu_kernels.panels import (
     Panels,
     multiply_panels,
@@ -33,11 +32,12 @@ from jaxinfer.cpu_kernels.panels import (
 )
 from jaxinfer.cpu_kernels.prepare import in_panels
 from jaxinfer.cpu_kernels.xla_call import speaks
+from jaxinfer.kv_pool import kv_groups
 from jaxinfer.models import family_of
 from jaxinfer.models.layers import linear
 from jaxinfer.params import ParamSpec
 from jaxinfer.quantization.quantise import quantise_params
-from jaxinfer.quantization.weight import widened
+from jaxinfer.quantization.weight import Quantised, widened
 from pallas_kernels import paged_attention as reference
 
 FOUND = vectors()
@@ -296,12 +296,16 @@ def test_an_engine_says_the_same_with_kernels_and_without(tmp_path, dtype):
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 16, "max_model_len": 64}
     prompts = [list(range(5, 50)), [9, 8, 7], list(range(3, 20))]
     params = SamplingParams(max_new_tokens=12, temperature=0, ignore_eos=True, logprobs=0)
-    said = []
+    said, room = [], []
     for cpu_kernels in (True, False):
         llm = LLM(folder, dtype=dtype, cpu_kernels=cpu_kernels, **sizes)
-        runner = llm.engine.runner
-        assert isinstance(runner.params["layers"][0]["qkv"], Panels) == cpu_kernels
+        assert isinstance(llm.engine.runner.params["layers"][0]["qkv"], Panels) == cpu_kernels
         said.append(llm.generate(prompts, params))
+        room.append(llm.engine.memory.workspace_bytes)
+    if dtype == "float32":
+        model = load_model(folder, dtype=dtype).config
+        (group, *_), config = kv_groups(model, 1, 16, dtype), EngineConfig(dtype=dtype, **sizes)
+        assert room[0] - room[1] == attention_scratch(config, model, group) > 0
     for one, other in zip(*said, strict=True):
         if dtype == "float32":
             assert one.token_ids == other.token_ids
@@ -313,49 +317,29 @@ def test_a_benchmarks_variants_have_their_weights_as_they_say(tmp_path, monkeypa
     model = load_model(family_folder(tmp_path / "qwen3", "qwen3"), dtype="float32")
     prepare_weights(model, EngineConfig())
     monkeypatch.setattr(setup, "build_engine", lambda *_: None)
-    bench = setup.BenchEngine(None, model, EngineConfig())
-    plain = setup.start_variant(bench, "cpu_kernels=false")
-    again = setup.start_variant(plain, "cpu_kernels=true")
-    weights = [run.model.params["layers"][0]["qkv"] for run in (bench, plain, again)]
-    assert [isinstance(weight, Panels) for weight in weights] == [True, False, True]
+    runs = [setup.BenchEngine(None, model, EngineConfig())]
+    for setting in (
+        "cpu_kernels=false",
+        "cpu_kernels=true",
+        "tensor_parallel_size=2",
+        "tensor_parallel_size=1",
+        "quantization=w8a8",
+        "tensor_parallel_size=2",
+    ):
+        runs.append(setup.start_variant(runs[-1], setting))
+    weights = [run.model.params["layers"][0]["qkv"] for run in runs]
+    integers = IntegerPanels if kernel_of_integers(FOUND) else Quantised
+    kinds = (Panels, jax.Array, Panels, jax.Array, Panels, integers, Quantised)
+    assert all(map(isinstance, weights, kinds))
     np.testing.assert_array_equal(weights[0].array(), weights[1])
     np.testing.assert_array_equal(weights[0].values, weights[2].values)
 
 
-def test_damaged_code_in_the_cache_is_made_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAXINFER_CACHE", str(tmp_path))
-    script = "from jaxinfer.cpu_kernels import matmul; print(matmul.register('float32'))"
-
-    def run() -> str:
-        return subprocess.run(
-            [sys.executable, "-c", script], check=True, capture_output=True, text=True
-        ).stdout
-
-    name = run()
-    (file,) = (tmp_path / "kernels").iterdir()
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
-    assert run() == name
-    assert file.read_bytes() == whole
+CHOSEN = "company or several_outputs or (float64 and 100-7) or (equals_xlas and 16)"
+NEON_WIDTHS = 'compiler._INSTRUCTIONS = ((("sse2",), compiler.Vectors(4, 3, 8)),)'
 
 
-NARROW = """
-from jaxinfer.cpu_kernels import compiler
-from jaxinfer.cpu_kernels import panels as panels_module
-from jaxinfer.cpu_kernels.choose import prepare_weights
-compiler._INSTRUCTIONS = tuple(s for s in compiler._INSTRUCTIONS if s[1].lanes == {lanes})
-compiler._INSTRUCTIONS = tuple((("sse2",), s[1]) for s in compiler._INSTRUCTIONS)
-import pytest, sys
-sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "{file}", "-k",
-    "company or several_outputs or (float64 and 100-7) or (equals_xlas and 16)"]))
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="says sse2 of every x86")
-@pytest.mark.parametrize("lanes", [8, 4])
-def test_narrower_registers_do_as_well(lanes):
-    if not compiler.host_has("sse2"):
-        pytest.skip("not an x86")
-    script = NARROW.format(lanes=lanes, file=Path(__file__))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+@pytest.mark.skipif(not compiler.host_has("f16c"), reason="pretends to be another x86")
+@pytest.mark.parametrize("before", ["", NEON_WIDTHS], ids=["avx2", "neon"])
+def test_narrower_registers_do_as_well(before):
+    assert "passed" in run_tests(__file__, CHOSEN, AVX2, before)

@@ -214,12 +214,16 @@ BAD = [
     ({"prompt": [[1.0]]}, "prompt", "valid integer"),
     ({"prompt": "x", "stop_token_ids": [True]}, "stop_token_ids[0]", "valid integer"),
     ({"prompt": "x", "allowed_token_ids": [1.0]}, "allowed_token_ids[0]", "valid integer"),
-    ({"prompt": "x", "response_format": {"type": "json_schema"}}, "response_format", "missing"),
+    (
+        {"prompt": "x", "response_format": {"type": "json_schema"}},
+        "response_format.json_schema",
+        "missing",
+    ),
     ({"prompt": "x" * 100}, "prompt", "max_model_len"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "token ids"),
     ({"prompt": "x", "logit_bias": {"300": 1}}, "logit_bias[300]", "from 0 to 256"),
     ({"prompt": "x", "n": 65}, "n", "64"),
-    ({"prompt": "x", "stream_options": {"include_usage": True}}, None, "stream is not true"),
+    ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "stream is not"),
     ({}, "prompt", "required"),
 ]
 

@@ -61,7 +61,7 @@ async def test_families_have_the_names_and_labels_of_vllm():
         "request_decode_time_seconds_count", "request_prompt_tokens_sum",
         "request_generation_tokens_sum", "request_max_num_generation_tokens_sum",
         "request_params_max_tokens_sum", "request_params_n_sum", "iteration_tokens_total_count",
-        "request_prefill_kv_computed_tokens_sum",
+        "request_prefill_kv_computed_tokens_sum", "prompt_tokens_cached_total",
     ):  # fmt: skip
         assert f'vllm:{name}{{engine="0",model_name="fake"}}' in text, name
     assert 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="fake"}' in text
@@ -102,6 +102,9 @@ async def test_a_request_is_counted_once_in_every_family():
     assert gained["jaxinfer:request_success_total", "length"] == 2
     assert gained["jaxinfer:request_prompt_tokens_sum",] == 4
     assert gained["jaxinfer:request_prefill_kv_computed_tokens_sum",] == 2
+    assert gained["jaxinfer:prompt_tokens_by_source_total", "local_compute"] == 2
+    assert gained["jaxinfer:prompt_tokens_by_source_total", "local_cache_hit"] == 2
+    assert gained["jaxinfer:prompt_tokens_cached_total",] == 2
     assert gained["jaxinfer:request_generation_tokens_sum",] == 6
     assert gained["jaxinfer:request_params_max_tokens_sum",] == 6
     assert gained["jaxinfer:request_params_n_sum",] == 2

@@ -12,11 +12,13 @@ import tomllib
 from pathlib import Path
 
 import kubernetes_validate
+import promql
 import pytest
 import yaml
 from fake_engine import ScriptedEngine, echo
 from jaxinfer_service.metrics.collector import Metrics
 from jaxinfer_service.server import EngineFailedError, Server, ServerConfig
+from prometheus_client.parser import text_string_to_metric_families
 from serving import in_loop, opened, until
 from setuptools import find_packages
 
@@ -81,8 +83,8 @@ def test_the_process_of_a_failed_engine_ends_with_3_and_its_reason():
 
 
 @pytest.fixture(scope="module")
-def names():
-    """Of all samples that a server of a model with experts exports."""
+def exported():
+    """Labels of all samples, by name, that a server of a model with experts exports."""
     import numpy as np
     from jaxinfer_service.metrics.histograms import Histograms
     from jaxinfer_service.model import ServedModel
@@ -103,37 +105,63 @@ def names():
         metrics.served = ServedModel(model, frontend, histograms)
         return metrics.text().decode()
 
-    found = asyncio.run(text())
-    return {line.split("{")[0].split(" ")[0] for line in found.splitlines() if line[0] != "#"}
+    families = text_string_to_metric_families(asyncio.run(text()))
+    samples = [sample for family in families for sample in family.samples]
+    return {sample.name: frozenset(sample.labels) for sample in samples}
 
 
-def used(expression):
-    return {*re.findall(r"jaxinfer:\w+", expression)}
-
-
-def test_the_dashboard_asks_only_what_is_exported(names):
+def test_the_dashboard_asks_only_what_is_exported(exported):
     board = json.loads((DEPLOY / "grafana.json").read_text())
     panels = board["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels) > 10
     for panel in panels:
         for target in panel["targets"]:
-            assert used(target["expr"]) and used(target["expr"]) <= names, panel["title"]
+            expression = target["expr"].replace("$__rate_interval", "5m")
+            named = {*re.findall(r"{{(\w+)}}", target.get("legendFormat", ""))}
+            assert named <= promql.labels(expression, exported), panel["title"]
     places = [tuple(panel["gridPos"].values()) for panel in panels]
     assert len({*places}) == len(places)
 
 
-def test_alerts_ask_only_what_is_exported(names):
+def test_alerts_ask_only_what_is_exported(exported):
     (group,) = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"]
     rules = {rule["alert"]: rule for rule in group["rules"]}
-    for name, rule in rules.items():
-        assert used(rule["expr"]) and used(rule["expr"]) <= names, name
-        assert rule["expr"].count("(") == rule["expr"].count(")")
+    for rule in rules.values():
+        given = promql.labels(rule["expr"], exported)
         assert {*rule["annotations"]} == {"summary", "description"}
+        assert {*re.findall(r"\$labels\.(\w+)", str(rule["annotations"]))} <= given
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
     about = " ".join(rule["expr"] for rule in rules.values())
     for need in ("kv_cache_usage", "num_requests_waiting", "iteration_tokens", "device_busy",
                  "prefix_cache_hits", "time_to_first_token"):  # fmt: skip
         assert need in about
+
+
+def test_who_is_held_for_a_slow_reader_is_no_reason_to_call_anybody(exported):
+    """It waits and no step is computed, as it should be."""
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"]
+    about_work = {"JaxinferNoStepProgress", "JaxinferDeviceIdleWithWork"}
+    rules = [rule["expr"] for rule in group["rules"] if rule["alert"] in about_work]
+    for expression in rules:
+        assert 'waiting_by_reason{reason=~"capacity|preempted"}' in expression
+        assert "num_requests_waiting >" not in expression
+    assert len(rules) == 2
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "jaxinfer:nothing",
+        "jaxinfer:slots{state='free'}",
+        "sum by (state) (jaxinfer:slots)",
+        "jaxinfer:slots / sum by (instance) (jaxinfer:slots)",
+        "jaxinfer:slots and jaxinfer:pages",
+        "histogram_quantile(0.5, sum by (instance) (jaxinfer:request_params_n_bucket))",
+    ],
+)
+def test_what_would_find_nothing_is_seen(expression, exported):
+    with pytest.raises(AssertionError):
+        promql.labels(expression, exported)
 
 
 def test_the_manifests_are_valid_kubernetes():

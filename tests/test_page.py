@@ -234,6 +234,68 @@ async def test_what_is_set_is_asked_and_the_chat_goes_on():
 
 @browsing
 @in_loop
+async def test_settings_that_people_use_are_taken_and_wrong_ones_say_why():
+    asked = []
+
+    def script(request):
+        asked.append(request.params)
+        return says("yes")(request)
+
+    usual = {"temperature": 0.75, "top_p": 0.92, "min_p": 0.005, "repetition_penalty": 1.1}
+    usual |= {"presence_penalty": 0.25, "frequency_penalty": -0.05}
+
+    def work(browser, url):
+        browser.open(url)
+        field = "document.querySelector('[name={}]')"
+        for name, value in usual.items():
+            browser.value(f"{field.format(name)}.value = {value}")
+        browser.type("one")
+        browser.press("Enter")
+        browser.until("document.querySelector('.turn .note')")
+        browser.value(f"{field.format('top_p')}.value = 2")
+        assert not browser.value("document.querySelector('details').open")
+        browser.type("two")
+        browser.press("Enter")
+        browser.until("document.activeElement.name === 'top_p'")  # with the browser's own words
+        assert browser.value("document.querySelector('details').open")
+        assert browser.value("document.getElementById('prompt').value") == "two"
+
+    async with served(ScriptedEngine(script, LONG)) as (url, _):
+        await in_browser(work, url)
+    (params,) = asked
+    assert {name: getattr(params, name) for name in usual} == usual
+
+
+@browsing
+@in_loop
+async def test_a_new_chat_has_nothing_of_the_one_that_it_ends():
+    asked = []
+
+    def script(request):
+        asked.append(bytes(request.prompt).decode())
+        return forever(request) if len(asked) == 1 else says("fresh")(request)
+
+    def work(browser, url):
+        browser.open(url)
+        browser.type("old")
+        browser.press("Enter")
+        browser.until("document.querySelector('.turn:not(.user) > span')?.textContent.length > 3")
+        browser.value("document.getElementById('clear').click()")
+        browser.until("!document.getElementById('send').disabled")
+        assert browser.value("document.querySelectorAll('.turn').length") == 0
+        browser.type("new")
+        browser.press("Enter")
+        browser.until("document.querySelector('.turn .note')")
+        assert browser.value("document.querySelectorAll('.turn').length") == 2
+
+    engine = ScriptedEngine(script, LONG, step_seconds=0.01)
+    async with served(engine) as (url, _):
+        await in_browser(work, url)
+    assert asked[1] == asked[0].replace("old", "new")
+
+
+@browsing
+@in_loop
 async def test_a_phone_shows_one_view_at_a_time():
     def work(browser, url):
         browser.size(390, 800)

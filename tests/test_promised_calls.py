@@ -48,6 +48,11 @@ STRICT_G = '<tool_call>\n{"name": "g", "arguments": {"z": 1}}\n</tool_call>'
             ['[{"name": "f", "arguments": {"a": 1}}]'],
             ['[{"name": "f", "arguments": {"a": 1}},', '[{"name": "g'],
         ),
+        (  # arguments have names, also where a schema does not say so
+            only_calls({"f": {"enum": [3, {"a": 1}]}, "g": {"anyOf": [{}, {}]}}, several=False),
+            ['[{"name": "f", "arguments": {"a":1}}]', '[{"name": "g", "arguments": {"z": 1}}]'],
+            ['[{"name": "f", "arguments": 3}]', '[{"name": "g", "arguments": "x"}]'],
+        ),
         (
             tagged_calls({"f": F, "g": None}),
             [
@@ -59,7 +64,7 @@ STRICT_G = '<tool_call>\n{"name": "g", "arguments": {"z": 1}}\n</tool_call>'
             ["<tool_call>f", f"x {STRICT_F[:-20]}, ", STRICT_F.replace("1", "10")],
         ),
     ],
-    ids=["several", "one", "tagged"],
+    ids=["several", "one", "named", "tagged"],
 )
 def test_what_a_reply_is_held_to(process, form, good, bad):
     for text in good:
@@ -111,7 +116,7 @@ async def test_strict_tools():
         asked = {"messages": user("x"), "tools": [strict]}
         for more, param in (
             ({"response_format": {"type": "json_object"}}, "tools"),
-            ({"response_format": {"type": "json_object"}, "tool_choice": "required"}, None),
+            ({"response_format": {"type": "json_object"}, "tool_choice": "required"}, "tools"),
         ):
             answer = await plain.post("/v1/chat/completions", json=asked | more)
             assert answer.status_code == 400 and answer.json()["error"]["param"] == param

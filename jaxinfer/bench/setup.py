@@ -68,7 +68,7 @@ def start_changed(
     """A second engine on the same parameters, or on a copy of them in another form, with some
     fields of its configuration changed."""
     config, model = dataclasses.replace(bench.config, **changes), bench.model
-    if "cpu_kernels" in changes:
+    if changes.keys() & {"cpu_kernels", "tensor_parallel_size"}:  # which decide about panels
         model = dataclasses.replace(model, params=without_panels(model.params))
         prepare_weights(model, config)
     if "quantization" in changes:

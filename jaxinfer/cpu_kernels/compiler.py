@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 from jaxinfer.paths import cache_dir
 
 DIGEST = 32  # bytes of a file that say what the rest is
+MOST_KEPT = 64 << 20  # bytes of code: a model's kernels take less than one of 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,8 @@ def _read(file: Path) -> bytes | None:
         data = file.read_bytes()
         digest, code = data[:DIGEST], data[DIGEST:]
         if hashlib.sha256(code).digest() == digest:
+            with contextlib.suppress(OSError):  # of another user's, who lets it be read
+                os.utime(file)
             return code
     return None
 
@@ -122,3 +126,15 @@ def _write(file: Path, code: bytes) -> None:
                 Path(part.name).replace(file)
             finally:
                 Path(part.name).unlink(missing_ok=True)
+        _forget_oldest(file.parent)
+
+
+def _forget_oldest(folder: Path) -> None:
+    """Remove what was used longest ago, beyond `MOST_KEPT`. Other processes may do so at once, and
+    make again what they miss."""
+    found = [(path.stat(), path) for path in folder.iterdir()]
+    left = MOST_KEPT
+    for stat, path in sorted(found, key=lambda one: -one[0].st_mtime_ns):
+        left -= stat.st_size
+        if left < 0:
+            path.unlink(missing_ok=True)

@@ -44,8 +44,8 @@ def decode_piece(heads: Heads, e: Emitter, buffers: Sequence[Buffer], item: ir.V
         _group(heads, e, buffers, group, further, rows, scores)
 
 
-class Sequenced(NamedTuple):
-    """What a group of heads reads.
+class Context(NamedTuple):
+    """The keys that a group of heads attends to.
 
     Attributes:
         head: of the keys.
@@ -61,14 +61,14 @@ class Sequenced(NamedTuple):
     table: ir.Value
 
 
-def _sequenced(heads: Heads, e: Emitter, buffers: Sequence[Buffer], group: ir.Value) -> Sequenced:
+def _context(heads: Heads, e: Emitter, buffers: Sequence[Buffer], group: ir.Value) -> Context:
     table, firsts, ends = buffers[3:6]
     kv_heads = buffers[0].shape[1]
     slot, head = e.sdiv(group, kv_heads), e.srem(group, kv_heads)
     first, end = (e.sext(e.read(bound.data, slot, I32), I64) for bound in (firsts, ends))
     pages = e.sdiv(e.add(end, number(heads.page_size - 1)), number(heads.page_size))
     own = e.at(table.data, e.mul(slot, table.shape[1]), I32)
-    return Sequenced(head, first, end, pages, own)
+    return Context(head, first, end, pages, own)
 
 
 def _group(
@@ -83,7 +83,7 @@ def _group(
     """Attention of a sequence's group of heads, page by page; `further` is the group after it."""
     q, k, v, *_, sinks, out = buffers
     lanes, size, dim = heads.lanes, number(heads.page_size), heads.value_dim
-    own, other = (_sequenced(heads, e, buffers, at) for at in (group, further))
+    own, other = (_context(heads, e, buffers, at) for at in (group, further))
     query = e.at(q.data, e.mul(group, number(heads.group * heads.key_dim)))
     result = e.at(out.data, e.mul(group, number(heads.group * dim)))
     with e.each(number(0), number(heads.group)) as row:

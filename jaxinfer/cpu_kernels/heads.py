@@ -51,6 +51,16 @@ class Heads:
         widest = max(self.wide(self.page_size), self.wide(self.value_dim))
         return self._vectors.sums // widest
 
+    @property
+    def floats_of_row(self) -> int:
+        """What prefill keeps of a row of queries: itself, its values, its top score and its sum."""
+        return self.key_dim + self.value_dim + 2
+
+    @property
+    def floats_of_page(self) -> int:
+        """What prefill makes of a page: its keys transposed, and scores of `rows`."""
+        return self.page_size * (self.key_dim + self.rows)
+
     def wide(self, columns: int) -> int:
         """Registers of columns that a product makes at once."""
         count = columns // self.lanes

@@ -78,16 +78,20 @@ class IntegerPanels:
         return self.scales.reshape(-1).astype(jnp.float32)
 
 
+def kernel_of_integers(vectors: Vectors) -> bool:
+    """Whether this CPU has the instructions."""
+    feature = FEATURES.get(vectors.lanes)
+    return feature is not None and host_has(feature)
+
+
 def takes(weight: Quantised, vectors: Vectors) -> bool:
     """Whether there is a kernel for a weight on this CPU."""
-    feature = FEATURES.get(vectors.lanes)
-    if feature is None or not host_has(feature):
-        return False
     integers = weight.layout.values == "int8" and weight.activations in ("int8", "int8_pair")
     parts = (weight.low, weight.zeros, weight.order)
     columns = math.prod(weight.shape[-weight.inputs :])
     whole = weight.block == (1, columns) and columns < MOST_COLUMNS
-    return integers and whole and not weight.experts and all(part is None for part in parts)
+    whole = whole and not weight.experts and all(part is None for part in parts)
+    return kernel_of_integers(vectors) and integers and whole
 
 
 def fours(values: Int8[np.ndarray, "N K"]) -> Int32[np.ndarray, "N K4"]:

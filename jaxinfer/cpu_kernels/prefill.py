@@ -166,9 +166,7 @@ def _turned(e: Emitter, square: list[ir.Value]) -> list[ir.Value]:
 
 def _scratch(heads: Heads, e: Emitter, rows: ir.Value) -> Scratch:
     """Memory for so many rows, in one piece that begins with the queries."""
-    fixed = heads.page_size * (heads.key_dim + heads.rows)
-    each = heads.key_dim + heads.value_dim + 2
-    floats = e.add(e.mul(rows, number(each)), number(fixed))
+    floats = e.add(e.mul(rows, number(heads.floats_of_row)), number(heads.floats_of_page))
     memory = e.call(e.external("malloc", POINTER, [I64]), [e.mul(floats, number(4))])
     parts, place = [], memory
     for width in (heads.key_dim, heads.value_dim, 1, 1):

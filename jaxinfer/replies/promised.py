@@ -48,7 +48,9 @@ def _call(tools: Mapping[str, Mapping[str, Any] | None]) -> str:
     for number, (name, schema) in enumerate(tools.items()):
         head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": '
         try:
-            said = json.dumps(_SPACE | dict(schema or _ANY), ensure_ascii=False, allow_nan=False)
+            said = json.dumps(
+                _SPACE | _ANY | dict(schema or {}), ensure_ascii=False, allow_nan=False
+            )
         except (TypeError, RecursionError) as error:
             raise ValueError(f"the schema of {name!r} is no JSON: {error}") from error
         lines.append(f'call_{number}: {json.dumps(head, ensure_ascii=False)} %json {said} "}}"')

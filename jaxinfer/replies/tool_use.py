@@ -62,6 +62,9 @@ class ToolUse:
                 why = f"is {tool.name!r}, as another tool's" if tool.name else "is empty"
                 raise _refusal(f"tools[{index}].function.name", f"{why}; names tell them apart")
             names.add(tool.name)
+            if (kind := (tool.parameters or {}).get("type", "object")) != "object":
+                why = f"describes {kind!r:.100}; arguments have names, so its type is 'object'"
+                raise _refusal(f"tools[{index}].function.parameters", why)
         if self.choice not in CHOICES:
             why = f"is {self.choice!r}; it is one of {', '.join(CHOICES)}, or names a tool"
             raise _refusal("tool_choice", why)

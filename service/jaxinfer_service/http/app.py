@@ -18,6 +18,7 @@ from jaxinfer_service import status, version
 from jaxinfer_service.http import answers, errors, page, schema
 from jaxinfer_service.http.body import BoundedBody
 from jaxinfer_service.http.generation import Ask, answer, stream
+from jaxinfer_service.http.strict import renamed
 from jaxinfer_service.live import INTERVAL, MAP_CELLS, LiveView
 from jaxinfer_service.metrics.collector import Metrics
 from jaxinfer_service.model import ServedModel, loaded
@@ -82,7 +83,11 @@ class HttpFront:
         text = model.opened.text
         params, usual = body.params(), body.usual_length(text.sampling)
         schema.check_prompts(body.prompts, params.get("n", 1), text.limits)
-        asks = [Ask(model, prompt, params, body, usual) for prompt in body.prompts]
+        several = len(body.prompts) > 1
+        asks = [
+            Ask(model, prompt, params, body, f"prompt[{place}]" if several else "prompt", usual)
+            for place, prompt in enumerate(body.prompts)
+        ]
         shape = answers.Completions(text, body)
         return await self._generate(asks, shape, body, request)
 
@@ -90,7 +95,8 @@ class HttpFront:
         model = self._model(body.model)
         parallel = body.parallel_tool_calls is not False
         prompt = body.conversation(body.messages, model.opened.replies, parallel)
-        asks = [Ask(model, prompt, body.params_of(model.opened.replies), body)]
+        params = body.params_of(model.opened.replies)
+        asks = [Ask(model, prompt, params, body, "messages")]
         shape = answers.Chats(model.opened.text, body.prompt_logprobs)
         return await self._generate(asks, shape, body, request)
 
@@ -113,7 +119,8 @@ class HttpFront:
         else:
             prompt = body.prompt or ""
         special = body.add_special_tokens is not False
-        ids = await model.frontend.encode(prompt, special)
+        with renamed(body.renamed):
+            ids = await model.frontend.encode(prompt, special)
         found = {
             "count": len(ids),
             "max_model_len": model.opened.text.limits.max_model_len,
@@ -125,7 +132,9 @@ class HttpFront:
 
     async def detokenize(self, body: schema.Detokenize) -> dict[str, Any]:
         model = self._model(body.model)
-        return {"prompt": await model.frontend.decode(body.tokens, skip_special_tokens=False)}
+        with renamed(body.renamed):
+            text = await model.frontend.decode(body.tokens, skip_special_tokens=False)
+        return {"prompt": text}
 
     # -- what is served, and how it is -------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from jaxinfer.conversation import Conversation
 from jaxinfer.replies import tool_use
 from jaxinfer.replies.formats import ReplyFormat
 from jaxinfer.request import RequestError
-from jaxinfer_service.http.strict import Body, Listed, Several
+from jaxinfer_service.http.strict import Body, Listed, Several, WrongFieldError
 
 MOST_TOOLS = 1024  # of a request
 NAME_CHARACTERS = 256  # of a function's name
@@ -46,6 +46,7 @@ class Message(Body):
     """One message of a chat. Its content is a text, or parts of one.
 
     The assistant's may have calls instead, and the reasoning before, by either name.
+    `annotations` are what OpenAI's own answers have, empty where they are about nothing.
     """
 
     role: str = Field(min_length=1)
@@ -55,19 +56,20 @@ class Message(Body):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    annotations: Annotated[list[Any], Field(default_factory=list, fail_fast=True, max_length=0)]
 
     @model_validator(mode="after")
     def _of_its_role(self) -> Message:
         assistant = self.role == "assistant"
         if self.content is None and not (assistant and (self.tool_calls or self._thought)):
-            raise ValueError(
-                "content is missing; only the assistant's messages with tool_calls may"
+            raise WrongFieldError(
+                "content", "is missing; only the assistant's messages with tool_calls may"
             )
         for field in ("tool_calls", "reasoning_content", "reasoning"):
             if getattr(self, field) and not assistant:
-                raise ValueError(f"{field} is given, and the role is not assistant")
+                raise WrongFieldError(field, "is given, and the role is not assistant")
         if self.tool_call_id is not None and self.role != "tool":
-            raise ValueError("tool_call_id is given, and the role is not tool")
+            raise WrongFieldError("tool_call_id", "is given, and the role is not tool")
         return self
 
     @property
@@ -157,11 +159,12 @@ class Templated(Body):
             self.tool_use()
         except RequestError as error:
             (wrong,) = error.violations
-            raise ValueError(f"{wrong.field} {wrong.message}") from error
+            raise WrongFieldError(wrong.field, wrong.message) from error
         if self.tool_choice == "auto" and not self.tools:
-            raise ValueError("tool_choice is given, and there are no tools")
+            raise WrongFieldError("tool_choice", "is given, and there are no tools")
         if self.reasoning_effort and "reasoning_effort" in (self.chat_template_kwargs or {}):
-            raise ValueError("reasoning_effort is given in chat_template_kwargs too; give one")
+            why = "is given in chat_template_kwargs too; give one"
+            raise WrongFieldError("reasoning_effort", why)
         return self
 
     def tool_use(self, parallel: bool = True) -> tool_use.ToolUse:

@@ -18,7 +18,8 @@ from starlette.requests import ClientDisconnect
 from jaxinfer.request import EngineStoppedError, QueueFullError, RequestError
 from jaxinfer_service import status
 from jaxinfer_service.access import ForbiddenError, TooManyError, UnauthenticatedError
-from jaxinfer_service.http.schema import FIELDS, RENAMED
+from jaxinfer_service.http.schema import FIELDS
+from jaxinfer_service.http.strict import WrongFieldError
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +89,8 @@ def body_of(error: Exception) -> tuple[int, dict[str, Any]]:
         logger.error("a call failed unexpectedly", exc_info=error)
         return 500, _body("an error of the server; see its log", Kind(500, "server_error"))
     if isinstance(error, RequestError):
-        fields = [RENAMED.get(v.field, v.field) for v in error.violations]
-        said = [f"{f} {v.message}" for f, v in zip(fields, error.violations)]
-        return kind.http, _body("; ".join(said[:MOST_MESSAGES]), kind, fields[0])
+        said = [*dict.fromkeys(f"{v.field} {v.message}" for v in error.violations)]
+        return kind.http, _body("; ".join(said[:MOST_MESSAGES]), kind, error.violations[0].field)
     return kind.http, _body(str(error), kind)
 
 
@@ -122,8 +122,8 @@ async def _answer(request: Request, error: Exception) -> JSONResponse:
 
 async def _bad_body(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    found = [*dict.fromkeys((_path(e), _said(e)) for e in error.errors())]
-    said = "; ".join(f"{path}: {text}" if path else text for path, text in found[:MOST_MESSAGES])
+    found = [*dict.fromkeys(map(_told, error.errors()))]
+    said = "; ".join(text for _, text in found[:MOST_MESSAGES])
     return JSONResponse(_body(said, _KINDS[RequestError], found[0][0] or None), 400)
 
 
@@ -144,9 +144,22 @@ async def _refused_by_router(request: Request, error: Exception) -> JSONResponse
     return JSONResponse(_body(said, kind), error.status_code, headers)
 
 
+def _told(error: Mapping[str, Any]) -> tuple[str, str]:
+    """(the field that is wrong, or "", what is said of it)."""
+    path, cause = _path(error), error.get("ctx", {}).get("error")
+    if isinstance(cause, WrongFieldError):
+        path += f".{cause.field}" if path else cause.field
+        return path, f"{path} {cause.why}"
+    text = _said(error)
+    return path, f"{path}: {text}" if path else text
+
+
 def _path(error: Mapping[str, Any]) -> str:
     """A field's path in the body: messages[0].role."""
-    place: Sequence[Any] = error["loc"][1:]  # the first one is "body"
+    source, *rest = error["loc"]
+    place: Sequence[Any] = rest
+    if source == "query":
+        return ".".join(place)
     path = ""
     for part in place:
         if isinstance(part, int):

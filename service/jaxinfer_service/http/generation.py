@@ -26,6 +26,7 @@ from jaxinfer_service.http import errors
 from jaxinfer_service.http.answers import Call, Choice, Echoed, Shape, usage
 from jaxinfer_service.http.echo import Prefaced
 from jaxinfer_service.http.schema import Sampling, check_tokens
+from jaxinfer_service.http.strict import renamed
 from jaxinfer_service.model import ServedModel
 from jaxinfer_service.tracing import names
 from jaxinfer_service.tracing.current import note
@@ -36,20 +37,26 @@ LEFT = 499  # the status of a call whose client left, which nobody reads
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One prompt of a call, and how it is to be continued."""
+    """One prompt of a call, and how it is to be continued. `name`: what the body calls it."""
 
     model: ServedModel
     prompt: AnyPrompt
     params: dict[str, Any]
     body: Sampling
+    name: str
     usual_length: int | None = None  # of outputs where nobody says how long, if there is room
+
+    def named(self) -> contextlib.AbstractContextManager[None]:
+        """Violations found within name fields as the body does."""
+        return renamed(lambda found: self.body.renamed(found, self.name))
 
     async def encode(self) -> list[int]:
         """Token ids of the prompt that are kept. Raises RequestError or EngineStoppedError."""
         special = self.body.add_special_tokens is not False
-        ids = await self.model.frontend.prepare(self.prompt, special)
         usual = {"max_new_tokens": self.usual_length} | self.params
-        return list(truncated(ids, usual, self.model.opened.text.limits))
+        with self.named():
+            ids = await self.model.frontend.prepare(self.prompt, special)
+            return list(truncated(ids, usual, self.model.opened.text.limits))
 
     async def submit(self, ids: list[int]) -> Stream:
         """Start it. Raises RequestError, QueueFullError or EngineStoppedError."""
@@ -60,7 +67,7 @@ class Ask:
                 params = params | {"max_new_tokens": min(self.usual_length, room)}
         scheduling = Scheduling(body.priority, tenant_of(body.tenant), body.cache_salt or "")
         chat = self.prompt if isinstance(self.prompt, Conversation) else None
-        with body.named():
+        with self.named():
             return await self.model.frontend.submit(
                 ids, params, body.timeout, scheduling, conversation=chat
             )
@@ -84,7 +91,8 @@ class Started:
             first = self._asks[0]
             check_tokens(prompts, first.params.get("n", 1), first.model.opened.text.limits)
             lengths, instead = [*map(len, prompts)], "stream them over gRPC"
-            self.entries = check_entries(lengths, first.params, instead)
+            with first.named():
+                self.entries = check_entries(lengths, first.params, instead)
             for ask, ids in zip(self._asks, prompts):
                 self.streams.append(await leave.enter_async_context(await ask.submit(ids)))
             self._leave = leave.pop_all()
@@ -122,7 +130,8 @@ class Started:
         """What comes, with the `index` of the choice. Raises what ends a call without answer."""
         if len(self.streams) == 1:
             async for delta in self.streams[0]:
-                status.check_finish(delta.finish)
+                with self._asks[0].named():
+                    status.check_finish(delta.finish)
                 yield delta
             return
         async with contextlib.aclosing(self._mixed()) as deltas:
@@ -132,10 +141,11 @@ class Started:
     async def _mixed(self) -> AsyncGenerator[Delta]:
         queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue(maxsize=1)
 
-        async def read(stream: Stream, first: int) -> None:
+        async def read(ask: Ask, stream: Stream, first: int) -> None:
             try:
                 async for delta in stream:
-                    status.check_finish(delta.finish)
+                    with ask.named():
+                        status.check_finish(delta.finish)
                     delta.index += first
                     await queue.put(delta)
             except Exception as error:
@@ -143,8 +153,8 @@ class Started:
             await queue.put(None)
 
         readers, first = [], 0
-        for stream in self.streams:
-            readers.append(asyncio.create_task(read(stream, first)))
+        for ask, stream in zip(self._asks, self.streams):
+            readers.append(asyncio.create_task(read(ask, stream, first)))
             first += len(stream.samples)
         try:
             left = len(readers)

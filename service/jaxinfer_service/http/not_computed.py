@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 # Of no meaning when they are empty; some clients always send them.
-EMPTY_IS_ABSENT = ("tools", "functions", "suffix", "metadata", "vllm_xargs")
+EMPTY_IS_ABSENT = ("tools", "functions", "suffix", "metadata", "vllm_xargs", "documents")
 
 
-def _only(value: Any, why: str) -> AfterValidator:
-    """Nothing but this value: `why` says what to do instead."""
+def _only(value: Any, why: str, *others: Any) -> AfterValidator:
+    """Nothing but this value, or one of the `others`: `why` says what to do instead."""
+    taken = " or ".join(map(repr, (value, *others)))
 
     def check(given: Any) -> Any:
-        if given != value:
-            raise ValueError(f"is {given!r}, and only {value!r} is taken: {why}")
+        if given not in (value, *others):
+            raise ValueError(f"is {given!r:.100}, and only {taken} is taken: {why}")
         return given
 
     return AfterValidator(check)
@@ -48,7 +49,7 @@ class NotComputed(BaseModel):
         bool, _only(False, "ask for logprobs, which have text_offset")
     ] = False
     store: Annotated[bool, _only(False, "nothing is kept here")] = False
-    service_tier: Annotated[str, _only("auto", "use priority")] = "auto"
+    service_tier: Annotated[str, _only("auto", "use priority", "default")] = "auto"
     request_id: Annotated[str, _only("", "send it as the header x-request-id")] = ""
 
     @model_validator(mode="before")
@@ -61,3 +62,25 @@ class NotComputed(BaseModel):
             for name, value in given.items()
             if not (name in EMPTY_IS_ABSENT and value in ([], {}, ""))
         }
+
+
+_LAST = "answers are messages of their own; ask /v1/completions to continue a text"
+
+
+class PromptAdded(BaseModel):
+    """Of all that a chat template is given."""
+
+    add_generation_prompt: Annotated[bool, _only(True, _LAST)] = True
+    continue_final_message: Annotated[bool, _only(False, _LAST)] = False
+
+
+class ChatNotComputed(PromptAdded):
+    """What chats of vLLM and OpenAI have besides, at the values that are none."""
+
+    echo: Annotated[bool, _only(False, "the prompt is known; completions have echo")] = False
+    include_reasoning: Annotated[bool, _only(True, "leave message.reasoning unread")] = True
+    return_token_ids: Annotated[bool, _only(False, "completions have return_token_ids")] = False
+    modalities: Annotated[list[str], Field(fail_fast=True), _only(["text"], "answers are text")] = [
+        "text"
+    ]
+    verbosity: Annotated[str, _only("medium", "say in the prompt how long to answer")] = "medium"

@@ -11,8 +11,9 @@ from importlib import resources
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
 from google.protobuf.json_format import MessageToDict
 
-from jaxinfer.request import EngineStoppedError
+from jaxinfer.request import EngineStoppedError, Violation
 from jaxinfer_service.http import errors
+from jaxinfer_service.http.strict import renamed
 from jaxinfer_service.live import LiveView
 from jaxinfer_service.model import ServedModel
 from jaxinfer_service.pb.jaxinfer.v1 import control_pb2 as pb
@@ -40,7 +41,8 @@ async def live(view: LiveView, model: ServedModel, interval: float, cells: int) 
     Raises RequestError and QueueFullError.
     """
     updates = view.updates(model, interval, cells)
-    first = await anext(updates)  # errors are answered before the stream begins
+    with renamed(lambda wrong: Violation(wrong.field.removeprefix("map_"), wrong.message)):
+        first = await anext(updates)  # errors are answered before the stream begins
 
     async def body() -> AsyncIterator[bytes]:
         async with contextlib.aclosing(updates):

@@ -6,46 +6,46 @@ its like, or `structured_outputs`.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictInt, model_validator
 
-from jaxinfer.request import MAX_BAD_WORDS, RequestError, Violation
+from jaxinfer.request import MAX_BAD_WORDS
 from jaxinfer.structured import StructuredOutput
-from jaxinfer_service.http.strict import Body, Listed
+from jaxinfer_service.http.strict import Body, Listed, WrongFieldError
 
 Schema = dict[str, Any] | str
-_OF_SCHEMA = {"name", "description", "schema", "strict"}
 _WAYS = ("json", "regex", "choice", "grammar", "json_object")  # of structured_outputs
 
 
+class JsonSchema(Body):
+    """A schema and what it is called. `strict` or not, it is followed to the letter."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
 class ResponseFormat(Body):
-    """The form of an answer. `json_schema` has a name, a description, a schema, and whether it is
-    strict: it is followed to the letter either way."""
+    """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
+    json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> ResponseFormat:
-        said = self.json_schema
-        if said is None and self.type == "json_schema":
-            raise ValueError("json_schema is missing, which the type json_schema needs")
-        if said is not None and self.type != "json_schema":
-            raise ValueError(f"json_schema belongs to the type json_schema, not to {self.type}")
-        if said is not None:
-            if unknown := sorted(said.keys() - _OF_SCHEMA):
-                raise ValueError(f"json_schema has {unknown[0]!r:.100}, which is not known")
-            if not isinstance(said.get("schema"), dict):
-                raise ValueError("json_schema.schema is missing, or no JSON schema")
+        if self.json_schema is None and self.type == "json_schema":
+            raise WrongFieldError("json_schema", "is missing, which the type json_schema needs")
+        if self.json_schema is not None and self.type != "json_schema":
+            why = f"belongs to the type json_schema, not to {self.type}"
+            raise WrongFieldError("json_schema", why)
         return self
 
     @property
     def structure(self) -> StructuredOutput | None:
         if self.json_schema is not None:
-            return StructuredOutput.json_schema(self.json_schema["schema"])
+            return StructuredOutput.json_schema(self.json_schema.schema_)
         return StructuredOutput.json_object() if self.type == "json_object" else None
 
 
@@ -68,8 +68,9 @@ class Ruled(Body):
 
     @model_validator(mode="after")
     def _one_form(self) -> Ruled:
-        if len(forms := self._forms()) > 1:
-            raise ValueError(f"{' and '.join(forms)} are given; an answer has one form")
+        first, *more = self._forms() or ("",)
+        if more:
+            raise WrongFieldError(more[0], f"is given beside {first}; an answer has one form")
         return self
 
     def rules(self) -> dict[str, Any]:
@@ -82,18 +83,13 @@ class Ruled(Body):
         }
         return {name: value for name, value in given.items() if value is not None}
 
-    @contextlib.contextmanager
-    def named(self) -> Iterator[None]:
-        """Violations found within name the field that asked for the form of the answer."""
-        try:
-            yield
-        except RequestError as error:
-            field = next(iter(self._forms()), self.form_field)
-            found = error.violations
-            named = [field if v.field.split(".")[0] == "structured" else v.field for v in found]
-            raise RequestError(
-                [Violation(name, v.message) for name, v in zip(named, found)]
-            ) from error
+    def called(self, field: str) -> str:
+        """What the body calls a field of the runtime."""
+        if field == "sampling":  # its rules, which leave no token
+            field = next(reversed(self.rules()), "structured")
+        if field.split(".")[0] == "structured":
+            return next(iter(self._forms()), self.form_field)
+        return field
 
     def _forms(self) -> dict[str, StructuredOutput]:
         """The forms that are asked for, by the fields that do."""
@@ -128,8 +124,8 @@ def _way(way: str, value: Any) -> StructuredOutput | None:
     if way == "json_object" and isinstance(value, bool):
         return StructuredOutput.json_object() if value else None
     if way in _WAYS:
-        raise ValueError(f"structured_outputs.{way} has a value of another kind")
-    raise ValueError(
-        f"structured_outputs.{way:.100} is not known to this server, which would ignore it; give"
-        f" one of {', '.join(_WAYS)}"
+        raise WrongFieldError(f"structured_outputs.{way}", "has a value of another kind")
+    raise WrongFieldError(
+        f"structured_outputs.{way:.100}",
+        f"is not known to this server, which would ignore it; give one of {', '.join(_WAYS)}",
     )

@@ -17,9 +17,9 @@ from jaxinfer.structured import StructuredOutput
 from jaxinfer.validation import EngineLimits
 from jaxinfer_service.http import chat_schema
 from jaxinfer_service.http.chat_schema import Message, Templated
-from jaxinfer_service.http.not_computed import NotComputed
-from jaxinfer_service.http.rules import ResponseFormat, Ruled
-from jaxinfer_service.http.strict import Body, Listed, OneOrMore, Several
+from jaxinfer_service.http.not_computed import ChatNotComputed, NotComputed, PromptAdded
+from jaxinfer_service.http.rules import JsonSchema, ResponseFormat, Ruled
+from jaxinfer_service.http.strict import Body, Listed, OneOrMore, Several, WrongFieldError
 
 COMPLETION_TOKENS = 16  # of a completion where nobody says how many, as the API has it
 
@@ -35,6 +35,7 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
+    include_obfuscation: Literal[False] = False
 
 
 class Sampling(NotComputed, Ruled):
@@ -53,6 +54,10 @@ class Sampling(NotComputed, Ruled):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Has no effect.")
+    safety_identifier: str | None = Field(None, description="Has no effect; as user.")
+    prompt_cache_key: str | None = Field(
+        None, description="Has no effect: prefixes are found without; cache_salt sets them apart."
+    )
     # Extensions that other servers have too.
     top_k: int | None = None
     min_p: float | None = None
@@ -89,13 +94,27 @@ class Sampling(NotComputed, Ruled):
     @model_validator(mode="after")
     def _options_belong_to_streams(self) -> Sampling:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is given, and stream is not true")
+            raise WrongFieldError("stream_options", "is given, and stream is not true")
         if self.prompt_logprobs is not None and self.stream:
-            raise ValueError(
-                "prompt_logprobs is given, and stream is true; leave one of them out (a completion"
-                " with echo and logprobs streams those of its prompt)"
+            raise WrongFieldError(
+                "prompt_logprobs",
+                "is given, and stream is true; leave one of them out (a completion with echo and"
+                " logprobs streams those of its prompt)",
             )
         return self
+
+    def called(self, field: str) -> str:
+        return RENAMED.get(field) or super().called(field)
+
+    def renamed(self, found: Violation, prompt: str) -> Violation:
+        """What was found wrong, by the body's names; `prompt` is that of the prompt."""
+        field, message = found.field, found.message
+        if field == "prompt" or field.startswith("prompt["):
+            return Violation(prompt + field.removeprefix("prompt"), message)
+        if field == "sampling":
+            message = "cannot be: " + message.replace("structured", self.called("structured"))
+        message = message.replace("max_new_tokens", self.called("max_new_tokens"))
+        return Violation(self.called(field), message)
 
     def params(self) -> dict[str, Any]:
         """The sampling parameters that are set, by the runtime's names."""
@@ -134,12 +153,17 @@ class Completion(Sampling):
     @model_validator(mode="after")
     def _names_are_of_logprobs(self) -> Completion:
         if self.return_tokens_as_token_ids and self.logprobs is None:
-            raise ValueError("return_tokens_as_token_ids is given, and logprobs is not")
+            raise WrongFieldError("return_tokens_as_token_ids", "is given, and logprobs is not")
         if self.add_special_tokens and not _is_text(self.prompt):
-            raise ValueError(
-                "add_special_tokens is true for token ids, which are taken as they are"
+            raise WrongFieldError(
+                "add_special_tokens", "is true for token ids, which are taken as they are"
             )
         return self
+
+    def called(self, field: str) -> str:
+        if field == "prompt_logprobs" and self.prompt_logprobs is None:
+            return "logprobs"  # which an echo asks for
+        return super().called(field)
 
     def params(self) -> dict[str, Any]:
         """With `echo` the prompt's logprobs are like the output's. A prompt that is repeated and
@@ -165,7 +189,7 @@ class Completion(Sampling):
         return list(self.prompt)  # type: ignore[arg-type]
 
 
-class ChatCompletion(Sampling, Templated):
+class ChatCompletion(Sampling, ChatNotComputed, Templated):
     """POST /v1/chat/completions."""
 
     messages: Several[Message]
@@ -180,14 +204,19 @@ class ChatCompletion(Sampling, Templated):
     @model_validator(mode="after")
     def _one_limit(self) -> ChatCompletion:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens and max_completion_tokens are both given; give one")
+            raise WrongFieldError("max_completion_tokens", "is given beside max_tokens; give one")
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs is given, and logprobs is not true")
+            raise WrongFieldError("top_logprobs", "is given, and logprobs is not true")
         if self.add_special_tokens:
-            raise ValueError(
-                "add_special_tokens is true for a chat, whose template decides by itself"
+            raise WrongFieldError(
+                "add_special_tokens", "is true for a chat, whose template decides by itself"
             )
         return self
+
+    def called(self, field: str) -> str:
+        if field == "max_new_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return "top_logprobs" if field == "logprobs" else super().called(field)
 
     def _forms(self) -> dict[str, StructuredOutput]:
         calls = self.tool_use(self.parallel_tool_calls is not False).promised()
@@ -210,7 +239,7 @@ class ChatCompletion(Sampling, Templated):
         return given
 
 
-class Tokenize(Templated):
+class Tokenize(Templated, PromptAdded):
     """POST /tokenize: of a text or of a chat."""
 
     model: str = ""
@@ -222,14 +251,21 @@ class Tokenize(Templated):
     @model_validator(mode="after")
     def _one_prompt(self) -> Tokenize:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
-        if self.messages is None and self.model_fields_set & Templated.model_fields.keys():
-            raise ValueError("tools and options of a chat template are given, and no messages")
+            given = "is missing, and so is" if self.prompt is None else "is given beside"
+            raise WrongFieldError("prompt", f"{given} messages; give one of them")
+        options = self.model_fields_set & Templated.model_fields.keys()
+        if self.messages is None and options:
+            raise WrongFieldError(min(options), "belongs to a chat, and there are no messages")
         if self.messages is not None and self.add_special_tokens is not None:
-            raise ValueError(
-                "add_special_tokens is given for messages, whose template decides by itself"
+            raise WrongFieldError(
+                "add_special_tokens", "is given for messages, whose template decides by itself"
             )
         return self
+
+    def renamed(self, found: Violation) -> Violation:
+        """What was found wrong, by the body's names."""
+        name = "prompt" if self.messages is None else "messages"
+        return Violation(found.field.replace("prompt", name, 1), found.message)
 
 
 class Detokenize(Body):
@@ -238,9 +274,13 @@ class Detokenize(Body):
     model: str = ""
     tokens: Listed[StrictInt]
 
+    def renamed(self, found: Violation) -> Violation:
+        """What was found wrong, by the body's names."""
+        return Violation(found.field.replace("token_ids", "tokens", 1), found.message)
+
 
 FIELDS = frozenset(
-    name
+    field.alias or name
     for kind in (
         Completion,
         ChatCompletion,
@@ -248,9 +288,10 @@ FIELDS = frozenset(
         Detokenize,
         StreamOptions,
         ResponseFormat,
+        JsonSchema,
         *chat_schema.BODIES,
     )
-    for name in kind.model_fields
+    for name, field in kind.model_fields.items()
 )  # by which places in a body are named
 
 

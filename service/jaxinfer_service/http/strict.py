@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from jaxinfer.request import RequestError, Violation
 
 # A long list is wrong from the first wrong entry on: thousands of errors would cost gigabytes.
 type Listed[T] = Annotated[list[T], Field(fail_fast=True)]
@@ -13,6 +17,23 @@ type Several[T] = Annotated[list[T], Field(min_length=1, fail_fast=True)]
 OneOrMore = str | Listed[str]
 
 MOST_UNKNOWN = 8  # unknown fields that a refusal names
+
+
+class WrongFieldError(ValueError):
+    """What is wrong with `field` of a body, where that was found by what is beside it."""
+
+    def __init__(self, field: str, why: str):
+        self.field, self.why = field, why
+        super().__init__(f"{field} {why}")
+
+
+@contextlib.contextmanager
+def renamed(rename: Callable[[Violation], Violation]) -> Iterator[None]:
+    """Violations found within name fields as the body does."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError([*map(rename, error.violations)]) from error
 
 
 def _nullable(schema: dict[str, Any]) -> None:
@@ -35,7 +56,7 @@ class Body(BaseModel):
         """Without null, and with no more unknown fields than a refusal names."""
         if not isinstance(given, dict):
             return given
-        known = cls.model_fields
+        known = {field.alias or name for name, field in cls.model_fields.items()}
         said = {name: value for name, value in given.items() if value is not None}
         unknown = itertools.islice((name for name in said if name not in known), MOST_UNKNOWN)
         shown = {name.encode(errors="backslashreplace").decode(): 0 for name in unknown}

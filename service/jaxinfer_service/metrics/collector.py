@@ -155,6 +155,7 @@ class _Families:
         for ended, count in ends.items():
             family.add_metric([*self._labels, ended], count)
         yield family
+        yield from self._sources(found)
         for name, help_text, histogram in (
             ("time_to_first_token_seconds", "From arrival.", found.first_token),
             ("inter_token_latency_seconds", "Between a stream's tokens.", found.between_tokens),
@@ -182,6 +183,18 @@ class _Families:
             ("iteration_tokens_total", "Tokens that a step computed.", found.step_tokens),
         ):
             yield self._histogram(name, help_text, histogram)
+
+    def _sources(self, found: Histograms) -> Iterator[Metric]:
+        cached = "Prompt tokens that the prefix cache had, of requests that ended."
+        yield self._counter("prompt_tokens_cached", cached, found.prompt_cached)
+        family = CounterMetricFamily(
+            f"{self._prefix}:prompt_tokens_by_source",
+            "Prompt tokens of requests that ended, by where their keys and values came from.",
+            labels=[*LABELS, "source"],
+        )
+        family.add_metric([*self._labels, "local_compute"], found.prompt_computed.sum)
+        family.add_metric([*self._labels, "local_cache_hit"], found.prompt_cached)
+        yield family
 
     # -- ours --------------------------------------------------------------------------------------
 

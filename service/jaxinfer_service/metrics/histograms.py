@@ -68,6 +68,7 @@ class Histograms(Observer):
         self.prefill, self.decode, self.computed = (Histogram(REQUEST) for _ in range(3))
         self.prompt, self.generated, self.limit = (Histogram(tokens) for _ in range(3))
         self.prompt_computed = Histogram(tokens)
+        self.prompt_cached = 0  # prompt tokens that the prefix cache had
         self.samples = Histogram(SAMPLES)
         self.step_tokens = Histogram(STEP_TOKENS)
         self.ends: dict[FinishReason, int] = dict.fromkeys(FinishReason, 0)
@@ -98,6 +99,7 @@ class Histograms(Observer):
         self.prompt.observe(len(request.prompt))
         if queued is not None:
             self.prompt_computed.observe(len(request.prompt) - output.cached_tokens)
+            self.prompt_cached += output.cached_tokens
         self.generated.observe(sample.generated)
         self.limit.observe(request.max_new_tokens)
         if not output.index:
