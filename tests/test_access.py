@@ -62,13 +62,18 @@ def test_a_made_key_is_read_again(tmp_path):
 
 
 def test_the_command_prints_an_entry_and_the_key(tmp_path):
-    result = run("make-key", "team", "--role", "admin", "--tenant", "t")
+    limits = ("--max-concurrent", "2", "--requests-per-minute", "60")
+    result = run("make-key", "team", "--role", "admin", "--tenant", "t", *limits)
     file = tmp_path / "keys.yaml"
     file.write_text(result.stdout)
     (found,) = read_keys(file).values()
     assert (found.name, found.roles, found.tenant) == ("team", ("admin",), "t")
+    assert (found.max_concurrent, found.requests_per_minute) == (2, 60)
     with Access(file).granted(result.stderr.split()[-1], "inference"):
         pass
+    assert "max_concurrent" not in run("make-key", "team").stdout
+    none = run("make-key", "team", "--max-concurrent", "0")
+    assert none.exit_code == 1 and "max_concurrent" in none.stderr
     wrong = run("make-key", "team", "--role", "king")
     assert wrong.exit_code == 1 and len(wrong.stderr.splitlines()) == 1 and "admin" in wrong.stderr
 

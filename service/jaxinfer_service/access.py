@@ -196,12 +196,15 @@ def make_key() -> tuple[str, str]:
     return key, hashlib.sha256(key.encode()).hexdigest()
 
 
-def make_entry(name: str, role: str, tenant: str) -> tuple[str, Key]:
-    """A new key and its entry of the file. Raises ValueError for what no entry may have."""
+def make_entry(name: str, role: str, tenant: str, **limits: int | None) -> tuple[str, Key]:
+    """A new key and its entry of the file; `limits` by their fields' names.
+
+    Raises ValueError for what no entry may have.
+    """
     key, digest = make_key()
     try:
         return key, Key.model_validate(
-            {"name": name, "sha256": digest, "roles": (role,), "tenant": tenant}
+            {"name": name, "sha256": digest, "roles": (role,), "tenant": tenant} | limits
         )
     except pydantic.ValidationError as error:
         raise ValueError(_fault(error)) from error

@@ -15,6 +15,12 @@ def make_key(
         str, typer.Option(metavar="ROLE", help="inference, or admin, which may do all.")
     ] = "inference",
     tenant: Annotated[str, typer.Option(help="Its requests are this tenant's.")] = "",
+    max_concurrent: Annotated[
+        int | None, typer.Option(help="Calls at a time.", show_default="no limit")
+    ] = None,
+    requests_per_minute: Annotated[
+        int | None, typer.Option(help="Calls a minute.", show_default="no limit")
+    ] = None,
 ) -> None:
     """Make an API key: the entry for --api-keys to stdout, the key itself to stderr, once."""
     import yaml
@@ -22,7 +28,13 @@ def make_key(
     from jaxinfer_service.access import make_entry
 
     try:
-        key, entry = make_entry(name, role, tenant)
+        key, entry = make_entry(
+            name,
+            role,
+            tenant,
+            max_concurrent=max_concurrent,
+            requests_per_minute=requests_per_minute,
+        )
     except ValueError as error:
         console.fail(error)
     shown = entry.model_dump(exclude_defaults=True) | {"roles": list(entry.roles)}
