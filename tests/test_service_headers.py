@@ -111,6 +111,43 @@ def test_calls_that_get_no_answer_are_logged_by_their_ids_and_without_their_text
     assert "secret" not in str(lines) and "-7" not in str(lines)
 
 
+def test_http_calls_that_get_no_answer_are_logged_too(log):
+    engine = ScriptedEngine(forever, LONG)
+    body = {"prompt": "secret", "max_tokens": 10_000}
+
+    @in_loop
+    async def ask():
+        async with serving(engine, http_port=0) as (server, client), http(server) as plain:
+
+            def asked(name, **more):
+                how = {"json": body | more, "headers": {"x-request-id": name}}
+                return plain.stream("POST", "/v1/completions", **how)
+
+            async with asked("left", stream=True) as answer:
+                await anext(answer.aiter_lines())
+            whole = asyncio.create_task(asked("left2").__aenter__())
+            await until(lambda: engine.counters.received == 2)
+            whole.cancel()
+            await until(lambda: engine.counters.aborted == 2)
+            async with asked("invalid", max_tokens=-7) as answer:
+                assert answer.status_code == 400
+            async with asked("aborted", stream=True) as answer:
+                lines = answer.aiter_lines()
+                first = json.loads((await anext(lines)).removeprefix("data: "))
+                await client.control.Abort(_abort(first["id"].removeprefix("cmpl-")))
+                assert "aborted" in [line async for line in lines if line][-1]
+
+    ask()
+    lines = {line.get("request_id"): line for line in log()}
+    assert lines["left"]["message"] == lines["left2"]["message"] == "left by its caller"
+    assert (lines["aborted"]["code"], lines["aborted"]["reason"]) == ("409", "aborted_error")
+    assert (lines["invalid"]["code"], lines["invalid"]["reason"]) == (
+        "400",
+        "invalid_request_error",
+    )
+    assert "secret" not in str(lines) and "-7" not in str(lines)
+
+
 def _request(text: str, most: int = 3):
     from jaxinfer_service.client import generate_request
 

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer_service import control, servicer
 from jaxinfer_service.call_ids import ID_HEADER, TRACE_HEADER, read, within
+from jaxinfer_service.end_log import LEFT, log_left
 from jaxinfer_service.handlers import wrapped
 from jaxinfer_service.tracing import names
 from jaxinfer_service.tracing.current import note
@@ -74,7 +75,7 @@ class _Named:
 
 
 class HttpIds:
-    """ASGI middleware: the id goes back as a header of the answer."""
+    """ASGI middleware: the id goes back as a header of the answer. Logs the calls that get none."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -85,12 +86,20 @@ class HttpIds:
             return
         headers = Headers(scope=scope)
         ids = read(headers.get(ID_HEADER), headers.get(TRACE_HEADER))
+        status, whole = 0, False
 
         async def answer(message: Message) -> None:
+            nonlocal status, whole
             if message["type"] == "http.response.start":
+                status = message["status"]
                 MutableHeaders(scope=message)[ID_HEADER] = ids.request_id
             await send(message)
+            whole = message["type"] == "http.response.body" and not message.get("more_body")
 
         with within(ids):
             note(names.REQUEST_ID, ids.request_id)
-            await self._app(scope, receive, answer)
+            try:
+                await self._app(scope, receive, answer)
+            finally:
+                if status == LEFT or not whole:
+                    log_left()

@@ -7,7 +7,6 @@ they raise into a status. A cancelled call cancels its handler.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,11 +14,9 @@ import grpc
 from google.protobuf.message import Message
 
 from jaxinfer_service import status, wire
-
-logger = logging.getLogger(__name__)
+from jaxinfer_service.end_log import log_left
 
 Context = grpc.aio.ServicerContext
-_LEFT = "left by its caller"
 
 Method = Callable[[bytes, Context], Awaitable[Any]]
 
@@ -44,7 +41,7 @@ def unary(
             response = await method(wire.parse(kind, data), context)
             return response.SerializeToString()
         except asyncio.CancelledError:
-            logger.debug(_LEFT)
+            log_left()
             raise
         except Exception as error:
             await status.abort(context, error)
@@ -62,7 +59,7 @@ def streaming(
         try:
             await method(wire.parse(kind, data), context)
         except asyncio.CancelledError:
-            logger.debug(_LEFT)
+            log_left()
             raise
         except Exception as error:
             await status.abort(context, error)

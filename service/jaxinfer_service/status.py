@@ -20,6 +20,7 @@ from jaxinfer.request import (
 )
 from jaxinfer.text import Finish
 from jaxinfer_service.access import ForbiddenError, TooManyError, UnauthenticatedError
+from jaxinfer_service.end_log import log_error
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +111,7 @@ async def abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
     if code is None:
         logger.error("a call failed unexpectedly", exc_info=error)
         code, message = grpc.StatusCode.INTERNAL, "an error of the server; see its log"
-    # Without the message, which may repeat what was sent.
-    logger.debug("ended with an error", extra={"code": code.name, "reason": _reason(error)})
+    log_error(code.name, _reason(error))
     trailers: list[tuple[str, str | bytes]] = []
     message = _clip(message, MESSAGE_BYTES)
     status = status_pb2.Status(code=_number(code), message=message)
