@@ -1,7 +1,9 @@
 """Many prompts at once: python examples/many_prompts.py [HOST:PORT]
 
-Needs no JAX: `pip install --no-deps jaxinfer grpcio protobuf grpcio-health-checking grpcio-status`
-is enough where only the client is used.
+Needs no JAX. Where only the client is used, these are enough:
+
+    pip install grpcio-status grpcio-health-checking opentelemetry-api
+    pip install --no-deps jaxinfer
 """
 
 import asyncio

@@ -62,20 +62,29 @@ def test_a_made_key_is_read_again(tmp_path):
 
 
 def test_the_command_prints_an_entry_and_the_key(tmp_path):
-    result = run("make-key", "team", "--role", "admin", "--tenant", "t")
+    limits = ("--max-concurrent", "2", "--requests-per-minute", "60")
+    result = run("make-key", "team", "--role", "admin", "--tenant", "t", *limits)
     file = tmp_path / "keys.yaml"
     file.write_text(result.stdout)
     (found,) = read_keys(file).values()
     assert (found.name, found.roles, found.tenant) == ("team", ("admin",), "t")
+    assert (found.max_concurrent, found.requests_per_minute) == (2, 60)
     with Access(file).granted(result.stderr.split()[-1], "inference"):
         pass
-    assert run("make-key", "team", "--role", "king").exit_code != 0
+    assert "max_concurrent" not in run("make-key", "team").stdout
+    none = run("make-key", "team", "--max-concurrent", "0")
+    assert none.exit_code == 1 and "max_concurrent" in none.stderr
+    wrong = run("make-key", "team", "--role", "king")
+    assert wrong.exit_code == 1 and len(wrong.stderr.splitlines()) == 1 and "admin" in wrong.stderr
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("keys: [", "no YAML"),
+        ("keys: [", "no YAML: line 1: "),
+        ("keys:\n- name: a\nkeys:\n- name: b\n", "no YAML: line 3: keys is there twice"),
+        ("a: \x00", "no YAML: .* special characters"),
+        ("[" * 100_000, "nested too deeply"),
         ("- a", "the file"),
         ("keys: []", "keys"),
         ("keys: [{name: a, sha256: abc}]", "sha256"),
@@ -87,8 +96,9 @@ def test_the_command_prints_an_entry_and_the_key(tmp_path):
 def test_a_bad_file_is_refused_by_name(tmp_path, text, said):
     file = tmp_path / "keys.yaml"
     file.write_text(text)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=said) as caught:
         Access(file)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_key_begins_so_many_calls_a_minute(tmp_path):
@@ -188,7 +198,7 @@ async def test_a_keys_tenant_is_that_of_its_requests(tmp_path):
 
     access = Access(key_file(tmp_path / "k"))
     async with serving(ScriptedEngine(script), access=access, http_port=0) as (server, _):
-        async with AsyncClient(f"127.0.0.1:{server.port}", api_key="ji-bob") as bob:
+        async with AsyncClient(f"127.0.0.1:{server.port}", api_key="ji-bob", retries=0) as bob:
             await bob.generate("x")
             await bob.generate("x", tenant="b")
             error = await refused(bob.generate("x", tenant="c"))
@@ -207,7 +217,7 @@ async def test_a_keys_tenant_is_that_of_its_requests(tmp_path):
 async def test_a_limit_says_when_to_come_again(tmp_path):
     access = Access(key_file(tmp_path / "k", requests_per_minute=1), clock=lambda: 0.0)
     async with serving(ScriptedEngine(echo), access=access, http_port=0) as (server, _):
-        async with AsyncClient(f"127.0.0.1:{server.port}", api_key="ji-alice") as alice:
+        async with AsyncClient(f"127.0.0.1:{server.port}", api_key="ji-alice", retries=0) as alice:
             await alice.generate("x")
             error = await refused(alice.generate("x"))
             assert error.code() is Code.RESOURCE_EXHAUSTED

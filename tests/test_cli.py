@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import typer
 from fake_engine import ScriptedEngine, forever, limits, says
+from jaxinfer_service.access import Access, make_key
 from jaxinfer_service.cli import app, console
 from jaxinfer_service.cli.chat import Conversation
 from jaxinfer_service.cli.foreign import ADVICE
@@ -228,6 +229,21 @@ def test_log_lines_are_structured(form, capsys):
         console.set_up_logging("loud", form)
 
 
+def test_the_reason_of_an_end_is_a_line_of_the_log(capsys):
+    for form in ("json", "text"):
+        console.set_up_logging("error", form)
+        with pytest.raises(typer.Exit) as ended:
+            console.fail(ValueError("it burns"), 3)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert ended.value.exit_code == 3
+        if form == "json":
+            assert (
+                json.loads(line)["message"] == "it burns" and json.loads(line)["level"] == "error"
+            )
+        else:
+            assert line == "jaxinfer: it burns"
+
+
 # -- generate, convert, inspect ------------------------------------------------------------------
 
 
@@ -319,6 +335,24 @@ def test_chat_says_how_urgent_and_whose_it_is():
         wrong = in_process(*chat, "--priority", 1001, input="hi")
     assert seen == [Scheduling(7, "t"), Scheduling()]
     assert wrong.returncode == 2 and "1000" in wrong.stderr
+
+
+@pytest.mark.parametrize(("role", "drawn"), [("inference", 1.0), ("admin", 0.7)])
+def test_chat_leaves_to_the_model_what_a_key_may_not_know(tmp_path, monkeypatch, role, drawn):
+    """A model's own temperature must not be overruled because the server does not tell it."""
+    seen = []
+
+    def script(request):
+        seen.append(request.params.temperature)
+        return says("yes")(request)
+
+    key, digest = make_key()
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"keys: [{{name: a, sha256: {digest}, roles: [{role}]}}]")
+    monkeypatch.setitem(ENVIRONMENT, "JAXINFER_API_KEY", key)
+    with server_thread(ScriptedEngine(script), client={"api_key": key}, access=Access(file)) as at:
+        assert in_process("chat", "--server", at, input="hi").stdout == "yes\n"
+    assert seen == [drawn]
 
 
 def test_chat_without_a_server_and_beyond_its_length():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import typer
+from jaxinfer_service.cli import app
 from test_cli import run, words
 
 
@@ -10,7 +12,7 @@ def test_options_come_from_the_environment_below_the_command_line(monkeypatch):
     monkeypatch.setenv("JAXINFER_MAKE_KEY_TENANT", "from-environment")
     assert "from-environment" in run("make-key", "a").stdout
     assert "given" in run("make-key", "a", "--tenant", "given").stdout
-    assert "JAXINFER_MAKE_KEY_TENANT" in run("make-key", "--help").stdout
+    assert "JAXINFER_MAKE_KEY_REQUESTS_PER_MINUTE" in run("make-key", "--help").stdout
     monkeypatch.setenv("JAXINFER_MAKE_KEY_TENNANT", "x")
     wrong = run("make-key", "a")
     assert wrong.exit_code == 2
@@ -50,6 +52,29 @@ def test_the_environment_is_above_the_file(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXINFER_SERVE_MAX_MODEL_LEN", "other")
     result = run("serve", "/nowhere", "--config", str(file))
     assert "'other' is not a number" in words(result)
+
+
+def commands(group, ctx, *path):
+    """Every command below, as it is typed, and the names of its options."""
+    for name in group.list_commands(ctx):
+        command = group.get_command(ctx, name)
+        below = typer.Context(command, parent=ctx, info_name=name)
+        if hasattr(command, "list_commands"):
+            yield from commands(command, below, *path, name)
+        else:
+            yield (*path, name), [o for p in command.params for o in (*p.opts, *p.secondary_opts)]
+
+
+def test_help_shows_the_names_of_options_whole(monkeypatch):
+    """Also in a window of 80 columns, which is what files and pipes get."""
+    monkeypatch.setenv("COLUMNS", "80")
+    root = typer.main.get_command(app)
+    found = list(commands(root, typer.Context(root, info_name="jaxinfer")))
+    assert {("serve",), ("bench", "serve")} <= {path for path, _ in found}
+    for path, names in found:
+        shown = run(*path, "--help").output
+        cut = [n for n in names if n.startswith("--") and f"{n} " not in shown.replace(",", " ")]
+        assert not cut, path
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from concurrent import futures
 from pathlib import Path
 
@@ -15,10 +19,14 @@ import grpc
 import pytest
 from fake_engine import ScriptedEngine, echo, forever, limits
 from jaxinfer_service import client as module
+from jaxinfer_service import model, servicer
 from jaxinfer_service.client import Asked, AsyncClient, Client, generate_request
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2 as pb
 from jaxinfer_service.pb.jaxinfer.v1 import inference_pb2_grpc
-from serving import in_loop, server_thread, serving, until
+from jaxinfer_service.server import Server, ServerConfig
+from serving import PATIENCE_S, in_loop, opened, server_thread, serving, until, wait_until
+
+from jaxinfer.request import EngineStoppedError
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 LONG = limits(max_model_len=1 << 15, kv_tokens=1 << 15)
@@ -153,10 +161,70 @@ def test_an_answer_that_has_begun_is_not_begun_again():
         assert caught.value.code() is Code.UNAVAILABLE and service.calls == 1
 
 
+def chunks_of(client, prompt):
+    return [chunk.text for chunk in client.stream(prompt, max_new_tokens=1)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "call"),
+    [
+        ("x", lambda client, prompt: [client.generate(prompt, max_new_tokens=1).text]),
+        ("x", chunks_of),
+        ("x" * 300_000, chunks_of),  # gRPC keeps 256 KiB of a call, unless told otherwise
+    ],
+    ids=["generate", "stream", "long prompt"],
+)
+def test_our_server_leaves_a_refused_call_free_to_be_tried_again(monkeypatch, prompt, call):
+    """What it sends along, such as the call's id, must not begin the answer."""
+    refusals, leave = [], threading.Event()
+
+    def loaded(served):
+        try:
+            return model.loaded(served)
+        except EngineStoppedError:
+            refusals.append(served)
+            leave.set()
+            raise
+
+    monkeypatch.setattr(servicer, "loaded", loaded)
+    size = 1 << 19
+    engine = ScriptedEngine(
+        echo, limits(max_model_len=size, kv_tokens=size, max_queued_tokens=size)
+    )
+    server = Server(ServerConfig(port=0), lambda: leave.wait(PATIENCE_S) and opened(engine))
+
+    async def serve():
+        task = asyncio.create_task(server.run(on_signals=False))
+        await until(lambda: server.port)
+        try:
+            with Client(f"127.0.0.1:{server.port}") as client:
+                return await asyncio.to_thread(call, client, prompt)
+        finally:
+            server.shut_down()
+            leave.set()
+            await task
+
+    assert "".join(asyncio.run(serve())) == "x" and refusals
+
+
 @pytest.mark.parametrize("retries", [-1, 5])
 def test_retries_are_bounded(retries):
     with pytest.raises(ValueError, match=f"retries is {retries}; gRPC makes 0 to 4"):
         Client("127.0.0.1:1", retries=retries)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"api_key": "ji-a\n"}, "api_key is no API key"),
+        ({"api_key": "clé"}, "api_key is no API key"),
+        ({"ca": "ca.pem"}, "has no tls://"),
+        ({"target": "tls://127.0.0.1:1", "cert": "cert.pem"}, "needs both cert and key"),
+    ],
+)
+def test_what_cannot_be_a_connection_is_refused_before_a_call(how, said):
+    with pytest.raises(ValueError, match=said):
+        Client(**{"target": "127.0.0.1:1"} | how)
 
 
 # -- leaving, and many at once ---------------------------------------------------------------------
@@ -219,7 +287,58 @@ def test_of_many_the_first_failure_is_raised():
         asyncio.run(until(lambda: not engine.has_work))
 
 
+def test_many_are_given_up_at_once():
+    """By a failure and by Ctrl-C: what runs is cancelled, and nothing else begun."""
+    engine = ScriptedEngine(forever, LONG)
+    with server_thread(engine) as address, Client(address, api_key="k") as client:
+        with pytest.raises(grpc.RpcError) as caught:
+            client.generate_all(["a", "", *"bcd"], concurrency=2)
+        assert caught.value.code() is Code.INVALID_ARGUMENT
+        wait_until(lambda: engine.counters.aborted == 1)
+
+        def interrupt():
+            wait_until(lambda: engine.counters.received == 3)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            client.generate_all("x" * 9, concurrency=2)
+        wait_until(lambda: engine.counters.aborted == 3)
+        assert engine.counters.received == 3 and not engine.has_work
+
+
 # -- the examples ----------------------------------------------------------------------------------
+
+ONLY = """
+import importlib.metadata, importlib.util, re, sys
+wanted, have = sys.argv[1:], {"jaxinfer"}
+while wanted:
+    name = re.sub("[-_.]+", "-", wanted.pop()).lower()
+    if name not in have:
+        have.add(name)
+        needs = importlib.metadata.requires(name) or []
+        wanted += [re.match("[A-Za-z0-9._-]+", n)[0] for n in needs if "extra ==" not in n]
+of = importlib.metadata.packages_distributions()
+class Absent:
+    def find_spec(name, path=None, target=None):
+        found = {re.sub("[-_.]+", "-", d).lower() for d in of.get(name.split(".")[0], ())}
+        if found and not found & have:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent)
+from jaxinfer_service.client import Client, violations
+with Client("127.0.0.1:1", retries=0) as client:
+    try:
+        client.generate([{"role": "user", "content": "x"}])
+    except Exception as error:
+        assert violations(error) == {} and error.code().name == "UNAVAILABLE", error
+"""
+
+
+def test_the_client_needs_only_the_packages_that_its_example_names():
+    said = (EXAMPLES / "many_prompts.py").read_text()
+    packages = re.search("pip install (?!--no-deps)(.+)", said)[1]
+    assert packages in (EXAMPLES.parent / "docs" / "serving.md").read_text()
+    run_example(sys.executable, "-c", ONLY, *packages.split())
 
 
 def run_example(*command, cwd=None):

@@ -91,7 +91,7 @@ async def test_it_is_listed_by_reflection_and_health_and_unavailable_while_loadi
     server = Server(ServerConfig(port=0), slow_open)
     task = asyncio.create_task(server.run(on_signals=False))
     await until(lambda: server.port)
-    async with AsyncClient(f"127.0.0.1:{server.port}") as client:
+    async with AsyncClient(f"127.0.0.1:{server.port}", retries=0) as client:
         calls = [
             client.control.ServerInfo(pb.ServerInfoRequest()),
             client.control.Load(pb.LoadRequest()),

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import kubernetes_validate
@@ -19,8 +20,10 @@ from jaxinfer_service.metrics.collector import Metrics
 from jaxinfer_service.server import EngineFailedError, Server, ServerConfig
 from prometheus_client.parser import text_string_to_metric_families
 from serving import in_loop, opened, until
+from setuptools import find_packages
 
-DEPLOY = Path(__file__).resolve().parent.parent / "docs" / "deploy"
+ROOT = Path(__file__).resolve().parent.parent
+DEPLOY = ROOT / "docs" / "deploy"
 
 SERVER = """
 import sys
@@ -176,6 +179,20 @@ def test_the_manifests_are_valid_kubernetes():
     assert service["spec"]["selector"].items() <= labels.items()
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_container_is_given_what_a_wheel_is_made_of_and_nothing_else():
+    text = (DEPLOY / "Containerfile").read_text()
+    copied = {name for line in re.findall("(?m)^COPY (.+) /src", text) for name in line.split()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    find = project["tool"]["setuptools"]["packages"]["find"]
+    packages = [
+        Path(where, *name.split("."))
+        for where in find["where"]
+        for name in find_packages(str(ROOT / where), include=find["include"])
+    ]
+    assert {path.parts[0] for path in packages} | {"pyproject.toml", "README.md"} == copied
+    assert all((ROOT / name).exists() for name in copied)
 
 
 def test_files_use_only_options_that_serve_has():

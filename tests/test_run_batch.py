@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -92,7 +93,9 @@ def test_a_second_run_asks_only_what_is_missing(run):
     requests = [request(f"r{i}") for i in range(6)]
     result, out = run(requests[:4])
     before = out.read_bytes()
-    out.write_bytes(before + b'{"custom_id": "r4", "respon')  # as a kill leaves it
+    out.write_bytes(
+        before + b'{"id": "batch_req_0", "custom_id": "r4", "respon'
+    )  # as a kill leaves it
     engine = ScriptedEngine(echo, MANY)
     result, out = run(requests, engine)
     assert result.exit_code == 0 and engine.counters.received == 2
@@ -137,7 +140,14 @@ def test_empty_lines_and_a_missing_last_newline_do_not_matter(tmp_path):
 def test_answers_of_another_batch_and_other_files_are_left_alone(tmp_path):
     lines = read_requests(write(tmp_path / "in.jsonl", [request("a")]))
     out = tmp_path / "out.jsonl"
-    for text in ('{"some": "file"}\n', '{"custom_id": "z", "response": {"status_code": 200}}\n'):
+    for text in (
+        '{"some": "file"}\n',
+        '{"some": "file"}',  # no line of ours that was cut off
+        "no JSON at all",
+        '{"custom_id": "z", "response": {"status_code": 200}}\n',
+        '{"custom_id": "a", "response": {"status_code": 200}}',
+        json.dumps(request("a")),  # the requests themselves
+    ):
         out.write_text(text)
         with pytest.raises(BatchError, match="name another file"), Journal(out, lines):
             pass
@@ -145,6 +155,29 @@ def test_answers_of_another_batch_and_other_files_are_left_alone(tmp_path):
     out.unlink()
     with Journal(out, lines), pytest.raises(BatchError, match="another run writes"):
         Journal(out, lines).__enter__()
+
+
+def test_an_answer_that_a_full_disk_cuts_off_leaves_no_trace(tmp_path, monkeypatch):
+    """Nor does it spoil one that is written in the same moment."""
+    out = tmp_path / "out.jsonl"
+    lines = read_requests(write(tmp_path / "in.jsonl", [request("a"), request("b"), request("c")]))
+    write_some, room = os.write, [None, 20, 0, None]  # bytes that a write finds; None: enough
+
+    def write_what_fits(file, data):
+        most = room.pop(0)
+        if most == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_some(file, data[:most])
+
+    monkeypatch.setattr(batch.os, "write", write_what_fits)
+    with Journal(out, lines) as journal:
+        journal.add("a", Answer(200, {}, {}))
+        with pytest.raises(OSError, match=r"No space left on device: .*out.jsonl"):
+            journal.add("b", Answer(200, {}, {}))
+        journal.add("c", Answer(200, {}, {}))
+    assert not room and [entry["custom_id"] for entry in entries(out)] == ["a", "c"]
+    with Journal(out, lines) as journal:
+        assert set(journal.answered) == {"a", "c"}
 
 
 def test_a_full_queue_is_waited_for_and_a_failed_engine_is_not(tmp_path):

@@ -11,7 +11,7 @@ import grpc
 import httpx2 as httpx
 import pytest
 import trustme
-from fake_engine import ScriptedEngine, echo, limits
+from fake_engine import LONG, ScriptedEngine, echo, forever, limits
 from google.rpc import error_details_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_status import rpc_status
@@ -20,7 +20,7 @@ from jaxinfer_service.cli.console import set_up_logging
 from jaxinfer_service.client import AsyncClient
 from jaxinfer_service.http.origins import read_origins
 from jaxinfer_service.tls import Tls
-from serving import in_loop, refused, serving
+from serving import in_loop, refused, serving, until
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -53,7 +53,8 @@ def test_ids_of_calls_come_back_and_are_logged(log):
             assert await id_of(request) == "mine-1"
             failed = client.stub.Generate(_request(""), metadata=given)
             assert (await refused(failed)).code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert await id_of(failed) == "mine-1"
+            assert dict(await failed.trailing_metadata())["x-request-id"] == "mine-1"
+            assert not [*await failed.initial_metadata()]  # or clients would not try again
             stream = client.stub.GenerateStream(_request("b"))
             assert [chunk async for chunk in stream] and len(await id_of(stream)) == 32
             async with http(server) as plain:
@@ -73,10 +74,84 @@ def test_ids_of_calls_come_back_and_are_logged(log):
     assert not any("trace_id" in end for end in ends[1:])
 
 
-def _request(text: str):
+def test_calls_that_get_no_answer_are_logged_by_their_ids_and_without_their_text(log):
+    engine = ScriptedEngine(forever, LONG)
+
+    @in_loop
+    async def ask():
+        async with serving(engine) as (_, client):
+            make = client.stub.GenerateStream
+
+            def named(name):
+                return {"metadata": (("x-request-id", name),)}
+
+            left = make(_request("secret", 10_000), **named("left"))
+            await left.read()
+            left.cancel()
+            unary = client.stub.Generate(_request("secret", 10_000), **named("left2"))
+            await until(lambda: engine.counters.received == 2)
+            unary.cancel()
+            ended = make(_request("secret", 10_000), **named("aborted"))
+            first = await ended.read()
+            await client.control.Abort(_abort(first.request_id))
+            with pytest.raises(grpc.aio.AioRpcError):
+                while await ended.read():
+                    pass
+            await refused(client.stub.Generate(_request("secret", -7), **named("invalid")))
+            await until(lambda: engine.counters.aborted == 3)
+
+    ask()
+    lines = {line.get("request_id"): line for line in log()}
+    assert lines["left"]["message"] == lines["left2"]["message"] == "left by its caller"
+    assert lines["aborted"]["reason"] == "ABORTED_BY_OPERATOR"
+    assert (lines["invalid"]["code"], lines["invalid"]["reason"]) == (
+        "INVALID_ARGUMENT",
+        "INVALID_REQUEST",
+    )
+    assert "secret" not in str(lines) and "-7" not in str(lines)
+
+
+def test_http_calls_that_get_no_answer_are_logged_too(log):
+    engine = ScriptedEngine(forever, LONG)
+    body = {"prompt": "secret", "max_tokens": 10_000}
+
+    @in_loop
+    async def ask():
+        async with serving(engine, http_port=0) as (server, client), http(server) as plain:
+
+            def asked(name, **more):
+                how = {"json": body | more, "headers": {"x-request-id": name}}
+                return plain.stream("POST", "/v1/completions", **how)
+
+            async with asked("left", stream=True) as answer:
+                await anext(answer.aiter_lines())
+            whole = asyncio.create_task(asked("left2").__aenter__())
+            await until(lambda: engine.counters.received == 2)
+            whole.cancel()
+            await until(lambda: engine.counters.aborted == 2)
+            async with asked("invalid", max_tokens=-7) as answer:
+                assert answer.status_code == 400
+            async with asked("aborted", stream=True) as answer:
+                lines = answer.aiter_lines()
+                first = json.loads((await anext(lines)).removeprefix("data: "))
+                await client.control.Abort(_abort(first["id"].removeprefix("cmpl-")))
+                assert "aborted" in [line async for line in lines if line][-1]
+
+    ask()
+    lines = {line.get("request_id"): line for line in log()}
+    assert lines["left"]["message"] == lines["left2"]["message"] == "left by its caller"
+    assert (lines["aborted"]["code"], lines["aborted"]["reason"]) == ("409", "aborted_error")
+    assert (lines["invalid"]["code"], lines["invalid"]["reason"]) == (
+        "400",
+        "invalid_request_error",
+    )
+    assert "secret" not in str(lines) and "-7" not in str(lines)
+
+
+def _request(text: str, most: int = 3):
     from jaxinfer_service.client import generate_request
 
-    return generate_request(text, max_new_tokens=3)
+    return generate_request(text, max_new_tokens=most)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,10 @@ import asyncio
 import grpc
 import pytest
 from fake_engine import LONG, ScriptedEngine, balanced, echo, forever, limits, says
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from jaxinfer_service import server as server_module
+from jaxinfer_service.access import Access, make_key
 from jaxinfer_service.client import AsyncClient
 from jaxinfer_service.server import Server, ServerConfig
 from jaxinfer_service.servicer import SERVICE_NAME
@@ -29,7 +32,7 @@ async def test_health_reflection_and_calls_while_loading():
     server = Server(ServerConfig(port=0), slow_open)
     task = asyncio.create_task(server.run(on_signals=False))
     await until(lambda: server.port)
-    async with AsyncClient(f"127.0.0.1:{server.port}") as client:
+    async with AsyncClient(f"127.0.0.1:{server.port}", retries=0) as client:
         assert not await client.is_serving(PATIENCE_S)
         error = await refused(client.generate("x"))
         assert error.code() is Code.UNAVAILABLE and "loading" in error.details()
@@ -103,7 +106,8 @@ async def test_a_dead_engine_is_unavailable_and_unhealthy_and_says_why():
 
 
 @in_loop
-async def test_a_stalled_engine_is_unhealthy_until_it_moves():
+async def test_a_stalled_engine_is_unhealthy_until_it_moves(caplog):
+    caplog.set_level("INFO")
     engine = ScriptedEngine(echo)
     async with serving(engine, stall_limit=2.0) as (_, client):
         engine.gate.clear()
@@ -113,3 +117,37 @@ async def test_a_stalled_engine_is_unhealthy_until_it_moves():
         engine.gate.set()
         await client.wait_ready(PATIENCE_S)
         assert (await client.generate("x")).text == "x"
+    assert caplog.messages.count("serving") == 2
+    assert sum("to try it" in message for message in caplog.messages) == 1
+
+
+@in_loop
+async def test_the_log_has_a_line_to_try(tmp_path, caplog):
+    caplog.set_level("INFO")
+    engine = ScriptedEngine(echo)
+    async with serving(engine, host="0.0.0.0") as (server, _):
+        line = f"to try it: jaxinfer chat --server 127.0.0.1:{server.port}"
+        await until(lambda: line in caplog.messages)
+    key, digest = make_key()
+    (tmp_path / "keys").write_text(f"keys: [{{name: a, sha256: {digest}}}]")
+    access = Access(tmp_path / "keys")
+    async with serving(engine, client={"api_key": key}, access=access) as (server, _):
+        line = f"to try it: JAXINFER_API_KEY=KEY jaxinfer chat --server 127.0.0.1:{server.port}"
+        await until(lambda: line in caplog.messages)
+
+
+@in_loop
+async def test_who_only_watches_does_not_keep_the_server(monkeypatch):
+    monkeypatch.setattr(server_module, "_HANDLERS_GRACE", 100 * PATIENCE_S)
+    async with serving(ScriptedEngine(echo)) as (server, client):
+        health = client._health.Watch(health_pb2.HealthCheckRequest())
+        serving_status = health_pb2.HealthCheckResponse
+        assert (await health.read()).status == serving_status.SERVING
+        reflection = reflection_pb2_grpc.ServerReflectionStub(client.channel).ServerReflectionInfo()
+        await reflection.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        assert (await reflection.read()).list_services_response.service
+        server.shut_down()
+        assert (await health.read()).status == serving_status.NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError, match="the server has stopped"):
+            await health.read()
+        assert await reflection.read() is grpc.aio.EOF

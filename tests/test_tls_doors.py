@@ -17,6 +17,7 @@ from jaxinfer_service.client import AsyncClient
 from jaxinfer_service.server import Server, ServerConfig
 from jaxinfer_service.tls import Tls
 from serving import PATIENCE_S, in_loop, opened, refused, until
+from test_cli import in_process
 
 PAST = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
 
@@ -61,6 +62,23 @@ def test_a_certificate_that_is_wrong_is_not_trusted(tmp_path, host, how, trusted
                 with pytest.raises(httpx.ConnectError, match=rf"(?i){said}"):
                     await plain.post(url, json={"prompt": "x"})
             assert engine.counters.received == 0
+
+    ask()
+
+
+def test_commands_reach_a_server_with_a_certificate_of_its_own_authority(tmp_path):
+    ca, cert, key = certificates(tmp_path, "127.0.0.1")
+    own = ("--tls-cert", cert, "--tls-key", key)
+
+    @in_loop
+    async def ask():
+        async with untrusted(ScriptedEngine(echo), Tls(cert, key, ca)) as server:
+            look = ("top", "--once", "--server", f"tls://127.0.0.1:{server.port}")
+            seen = await asyncio.to_thread(in_process, *look, "--tls-ca", ca, *own)
+            assert seen.returncode == 0 and "fake at tls://" in seen.stdout, seen.stderr
+            wrong = await asyncio.to_thread(in_process, *look)
+            assert wrong.returncode == 1 and "see --tls-ca" in wrong.stderr
+            assert len(wrong.stderr.splitlines()) == 1
 
     ask()
 

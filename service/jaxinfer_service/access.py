@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pydantic
-import yaml
 
 from jaxinfer_service.yaml_text import load_yaml
 
@@ -175,12 +174,10 @@ def read_keys(path: Path) -> dict[str, Key]:
     """Keys by their hashes. Raises OSError, or ValueError naming what is wrong in the file."""
     try:
         found = _File.model_validate(load_yaml(path.read_text("utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML: {error}") from error
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise ValueError(f"{path}: {place}: {first['msg']}") from error
+        raise ValueError(f"{path}: {_fault(error)}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no YAML: {error}") from error
     names = [key.name for key in found.keys]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -188,7 +185,26 @@ def read_keys(path: Path) -> dict[str, Key]:
     return {key.sha256: key for key in found.keys}
 
 
+def _fault(error: pydantic.ValidationError) -> str:
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
+
+
 def make_key() -> tuple[str, str]:
     """A new key, and the hash that a file has of it."""
     key = PREFIX + secrets.token_urlsafe(32)
     return key, hashlib.sha256(key.encode()).hexdigest()
+
+
+def make_entry(name: str, role: str, tenant: str, **limits: int | None) -> tuple[str, Key]:
+    """A new key and its entry of the file; `limits` by their fields' names.
+
+    Raises ValueError for what no entry may have.
+    """
+    key, digest = make_key()
+    try:
+        return key, Key.model_validate(
+            {"name": name, "sha256": digest, "roles": (role,), "tenant": tenant} | limits
+        )
+    except pydantic.ValidationError as error:
+        raise ValueError(_fault(error)) from error

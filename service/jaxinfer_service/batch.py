@@ -22,6 +22,8 @@ from starlette.types import ASGIApp, Message, Scope
 URLS = ("/v1/chat/completions", "/v1/completions")
 MOST_FAULTS = 10  # lines that one refusal names
 RETRY_SECONDS = 1.0  # where a full queue does not say when
+_ID = "batch_req_"
+_BEGIN = f'{{"id": "{_ID}'.encode()  # of every line that is written
 
 
 class BatchError(ValueError):
@@ -135,6 +137,8 @@ class Journal:
         with open(self._file, "rb", closefd=False) as file:
             for number, data in enumerate(file, 1):
                 if not data.endswith(b"\n"):
+                    if not data.startswith(_BEGIN) and not _BEGIN.startswith(data):
+                        raise self._foreign(number)
                     break  # written in part when the last run was ended
                 whole += len(data)
                 name, status = self._entry(number, data)
@@ -146,9 +150,7 @@ class Journal:
             entry = json.loads(data)
             name, status = entry["custom_id"], entry["response"]["status_code"]
         except (ValueError, KeyError, TypeError) as error:
-            raise BatchError(
-                f"{self._path}: line {number} is no answer of a batch; name another file"
-            ) from error
+            raise self._foreign(number) from error
         if name not in self._names:
             raise BatchError(
                 f"{self._path}: line {number} answers {name!r}, which is not asked; it is of "
@@ -156,11 +158,14 @@ class Journal:
             )
         return name, status
 
+    def _foreign(self, number: int) -> BatchError:
+        return BatchError(f"{self._path}: line {number} is no answer of a batch; name another file")
+
     def add(self, name: str, answer: Answer) -> None:
-        """Write an answer down."""
+        """Write an answer down, whole or not at all. Raises OSError, for a full disk."""
         call = answer.body.get("id") if isinstance(answer.body, dict) else None
         entry = {
-            "id": f"batch_req_{uuid.uuid4().hex}",
+            "id": f"{_ID}{uuid.uuid4().hex}",
             "custom_id": name,
             "response": {
                 "status_code": answer.status,
@@ -170,9 +175,13 @@ class Journal:
             "error": None,
         }
         data = json.dumps(entry, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
-        left = memoryview(data)
-        while left:
-            left = left[os.write(self._file, left) :]
+        left, end = memoryview(data), os.fstat(self._file).st_size
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+        except OSError as error:
+            os.ftruncate(self._file, end)  # others may still be written behind it
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
         self.answered[name] = answer.status
 
     @property

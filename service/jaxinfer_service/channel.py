@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import grpc
 
 KEY_VARIABLE = "JAXINFER_API_KEY"
 TLS_SCHEME = "tls://"
+File = str | os.PathLike[str]
+_KEY = re.compile("[!-~]+")  # what a header carries
 _SCHEMES = ("tls", "dns", "unix", "xds")  # the first is ours, the others gRPC's own
 
 _OPTIONS: tuple[tuple[str, Any], ...] = (
@@ -20,6 +23,7 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.keepalive_timeout_ms", 10_000),
 )
 MOST_RETRIES = 4  # gRPC itself makes no more than five tries
+_KEPT_BYTES = 17 << 20  # of a call, to try it again: as much as a server takes, and its metadata
 
 # Tried again by gRPC itself, with growing waits of random length, or after the time that a full
 # queue names. Both codes say that nobody works on the call; one whose answer has begun is not tried
@@ -40,17 +44,17 @@ class Connection:
     Attributes:
         target: HOST:PORT, or tls://HOST:PORT for TLS.
         api_key: sent with every call; None takes the environment's JAXINFER_API_KEY, if any.
-        ca: file of the certificates to trust, instead of the system's.
-        cert, key: files of the client's own certificate, for servers that ask for one.
+        ca: file of the certificates to trust, PEM, instead of the system's.
+        cert, key: files of the client's own certificate, for servers that ask for one; both.
         retries: further tries of an inference call that ended with UNAVAILABLE or
             RESOURCE_EXHAUSTED before its answer began; the call's timeout bounds all of them.
     """
 
     target: str
     api_key: str | None = None
-    ca: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
+    ca: File | None = None
+    cert: File | None = None
+    key: File | None = None
     retries: int = 3
 
     def __post_init__(self) -> None:
@@ -62,6 +66,13 @@ class Connection:
                 f"{self.target!r} is no address of gRPC; give HOST:PORT, such as localhost:50051, "
                 f"or {TLS_SCHEME}HOST:PORT"
             )
+        if not _KEY.fullmatch(self._key() or "-"):
+            where = "api_key" if self.api_key else KEY_VARIABLE
+            raise ValueError(f"{where} is no API key: a key is of printable ASCII, without spaces")
+        if (self.ca or self.cert or self.key) and scheme != TLS_SCHEME.partition("://")[0]:
+            raise ValueError(f"certificates are given, but {self.target!r} has no {TLS_SCHEME}")
+        if bool(self.cert) != bool(self.key):
+            raise ValueError("a client's certificate needs both cert and key")
 
     def channel(self) -> grpc.Channel:
         """A channel for blocking calls."""
@@ -92,17 +103,20 @@ class Connection:
             "retryPolicy": _RETRY | {"maxAttempts": self.retries + 1},
         }
         config = {"methodConfig": [policy], "retryThrottling": _THROTTLE}
-        return (*_OPTIONS, ("grpc.service_config", json.dumps(config)))
+        return (
+            *_OPTIONS,
+            ("grpc.service_config", json.dumps(config)),
+            ("grpc.per_rpc_retry_buffer_size", _KEPT_BYTES),
+        )
 
     def _key(self) -> str | None:
         return self.api_key or own_key()
 
     def _parts(self) -> tuple[str, grpc.ChannelCredentials | None]:
         if not self.target.startswith(TLS_SCHEME):
-            if self.ca or self.cert or self.key:
-                raise ValueError(f"certificates are given, but {self.target!r} has no {TLS_SCHEME}")
             return self.target, None
-        read = [file.read_bytes() if file else None for file in (self.ca, self.key, self.cert)]
+        files = (self.ca, self.key, self.cert)
+        read = [Path(file).read_bytes() if file else None for file in files]
         return self.target.removeprefix(TLS_SCHEME), grpc.ssl_channel_credentials(*read)
 
 

@@ -19,9 +19,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, Self, TypedDict, Unpack
 
 import grpc
@@ -191,18 +191,34 @@ class Client:
     ) -> list[pb.GenerateResponse]:
         """The answers to all prompts in order, `concurrency` of them at a time.
 
-        `timeout` is each call's. The first that fails is raised, once those that run have ended;
-        no others are begun.
+        `timeout` is each call's, from when it begins. The first that fails is raised, and the
+        others are cancelled, as all are by Ctrl-C.
         """
-        with ThreadPoolExecutor(_positive(concurrency)) as pool:
+        places = threading.Semaphore(_positive(concurrency))
+        calls: list[Any] = []
+        failed: list[Any] = []
 
-            def one(prompt: Prompt) -> pb.GenerateResponse:
-                return self.generate(prompt, timeout=timeout, model=model, **asked)
+        def ended(call: Any) -> None:
+            if call.code() is not grpc.StatusCode.OK:
+                failed.append(call)
+            places.release()
 
-            calls = [pool.submit(one, prompt) for prompt in prompts]
-            if wait(calls, return_when=FIRST_EXCEPTION).not_done:
-                pool.shutdown(wait=True, cancel_futures=True)
-        return [call.result() for call in calls if not call.cancelled()]
+        try:
+            for prompt in prompts:
+                places.acquire()
+                if failed:
+                    break
+                request = generate_request(prompt, model, **asked)
+                ask: Any = self.stub.Generate
+                calls.append(ask.future(request, timeout=timeout, metadata=carried()))
+                calls[-1].add_done_callback(ended)
+            for _ in range(concurrency):  # until all have ended
+                if not failed:
+                    places.acquire()
+            return [call.result() for call in (*failed[:1], *calls)]
+        finally:
+            for call in calls:
+                call.cancel()
 
     def tokenize(self, prompt: Prompt, model: str = "", **options: Any) -> list[int]:
         request = tokenize_request(prompt, model, **options)

@@ -10,6 +10,8 @@ from jaxinfer.text import Delta
 
 logger = logging.getLogger(__name__)
 
+LEFT = 499  # the HTTP status of a call whose client went, which nobody reads
+
 
 def log_end(stream: Stream, ends: Sequence[Delta], generated: int) -> None:
     """That a call's samples have ended, and how."""
@@ -23,3 +25,13 @@ def log_end(stream: Stream, ends: Sequence[Delta], generated: int) -> None:
             "seconds": round(max(end.timing.total for end in ends if end.timing), 4),
         },
     )
+
+
+def log_error(code: str, reason: str) -> None:
+    """That a call got an error. Its message is left out, which may repeat what was sent."""
+    logger.debug("ended with an error", extra={"code": code, "reason": reason})
+
+
+def log_left() -> None:
+    """That a call's client went before its end."""
+    logger.debug("left by its caller")

@@ -6,6 +6,7 @@ they raise into a status. A cancelled call cancels its handler.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,9 +14,9 @@ import grpc
 from google.protobuf.message import Message
 
 from jaxinfer_service import status, wire
+from jaxinfer_service.end_log import log_left
 
 Context = grpc.aio.ServicerContext
-
 
 Method = Callable[[bytes, Context], Awaitable[Any]]
 
@@ -39,6 +40,9 @@ def unary(
         try:
             response = await method(wire.parse(kind, data), context)
             return response.SerializeToString()
+        except asyncio.CancelledError:
+            log_left()
+            raise
         except Exception as error:
             await status.abort(context, error)
             raise  # not reached: abort raises
@@ -54,6 +58,9 @@ def streaming(
     async def call(data: bytes, context: Context) -> None:
         try:
             await method(wire.parse(kind, data), context)
+        except asyncio.CancelledError:
+            log_left()
+            raise
         except Exception as error:
             await status.abort(context, error)
 

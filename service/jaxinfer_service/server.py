@@ -29,12 +29,14 @@ from jaxinfer.frontend import Frontend
 from jaxinfer_service import control, reflection, servicer
 from jaxinfer_service.access import Access
 from jaxinfer_service.call_headers import GrpcIds, HttpIds
+from jaxinfer_service.channel import KEY_VARIABLE, TLS_SCHEME
 from jaxinfer_service.control import ControlService
 from jaxinfer_service.guard import GrpcGuard, HttpGuard
 from jaxinfer_service.http.app import HttpFront
 from jaxinfer_service.http.body import MOST_BYTES
 from jaxinfer_service.http.origins import across_origins
 from jaxinfer_service.http.server import HttpServer
+from jaxinfer_service.lasting import Health
 from jaxinfer_service.live import LiveView
 from jaxinfer_service.metrics.histograms import Histograms
 from jaxinfer_service.model import OpenedModel, ServedModel
@@ -118,7 +120,8 @@ class Server:
         self._live = LiveView()
         self._control = ControlService(self._live, self.drain)
         self._http = HttpFront(config.metrics_prefix, self._live)
-        self._health = health.aio.HealthServicer()
+        self._stopped = asyncio.Event()
+        self._health = Health(self._stopped)
         self._stopping = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -167,6 +170,7 @@ class Server:
             return True
         finally:
             await self._set_health(serving=False)
+            self._stopped.set()
             hurry = self._hurry.is_set()
             if http is not None:
                 await http.stop(hurry)
@@ -204,7 +208,7 @@ class Server:
         server.add_generic_rpc_handlers((self._service.handler(), self._control.handler()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_reflection(names, server)
+        reflection.enable_reflection(names, server, self._stopped)
         return server
 
     async def _load(self) -> OpenedModel | None:
@@ -277,12 +281,21 @@ class Server:
                     logger.error("not serving: %s", reason)
                 else:
                     logger.info("serving", extra=self._where())
+                    if before is None:
+                        logger.info("to try it: %s", self._example())
             before = reason
             if served.frontend.failure:  # nothing will come of it any more; let that be seen
                 await asyncio.sleep(self.config.failed_grace)
                 self._stopping.set()
                 return
             await asyncio.sleep(min(CHECK_SECONDS, self.config.stall_limit / 4))
+
+    def _example(self) -> str:
+        """A command that asks this server, from this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.config.host, self.config.host)
+        address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        key = f"{KEY_VARIABLE}=KEY " if self.config.access.path is not None else ""
+        return f"{key}jaxinfer chat --server {TLS_SCHEME if self.config.tls else ''}{address}"
 
     def _where(self) -> dict[str, Any]:
         where = {"host": self.config.host, "port": self.port}

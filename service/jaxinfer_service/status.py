@@ -20,6 +20,7 @@ from jaxinfer.request import (
 )
 from jaxinfer.text import Finish
 from jaxinfer_service.access import ForbiddenError, TooManyError, UnauthenticatedError
+from jaxinfer_service.end_log import log_error
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ async def abort(context: grpc.aio.ServicerContext, error: Exception) -> None:
     if code is None:
         logger.error("a call failed unexpectedly", exc_info=error)
         code, message = grpc.StatusCode.INTERNAL, "an error of the server; see its log"
+    log_error(code.name, _reason(error))
     trailers: list[tuple[str, str | bytes]] = []
     message = _clip(message, MESSAGE_BYTES)
     status = status_pb2.Status(code=_number(code), message=message)
@@ -129,8 +131,11 @@ def _details(error: Exception) -> Iterator[Message]:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(math.ceil(error.retry_after * 1e9))
         yield error_details_pb2.RetryInfo(retry_delay=delay)
-    reason = _REASONS.get(type(error), "SERVER_ERROR")
-    yield error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN)
+    yield error_details_pb2.ErrorInfo(reason=_reason(error), domain=DOMAIN)
+
+
+def _reason(error: Exception) -> str:
+    return _REASONS.get(type(error), "SERVER_ERROR")
 
 
 def _bad_request(error: RequestError) -> error_details_pb2.BadRequest:

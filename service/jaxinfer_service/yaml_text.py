@@ -21,5 +21,15 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_yaml(text: str) -> Any:
-    """What a text says. Raises yaml.YAMLError."""
-    return yaml.load(text, _Loader)
+    """What a text says. Raises ValueError, in one line, saying where it is wrong."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        what = ", ".join(filter(None, (error.problem, error.context)))
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}: " if mark else ""
+        raise ValueError(f"{where}{what}") from error
+    except yaml.YAMLError as error:  # characters that it does not take
+        raise ValueError(" ".join(str(error).split())) from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error

@@ -59,7 +59,9 @@ class _BenchGroup(TyperGroup):
         # They add themselves to the group.
         from jaxinfer.bench.cli import app as bench
         from jaxinfer_service.bench import beside, front, mock_server, serve, soak  # noqa: F401
+        from jaxinfer_service.cli import help_table
 
+        help_table.use()
         return typer.main.get_command(bench)
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -91,6 +93,7 @@ def _root(
 
 def main() -> None:
     """Run the command that the arguments name; `command.main` minds signals around it."""
-    # gRPC's own remarks on connections that end; read when grpc is first imported.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # gRPC's own remarks, on connections of others too, are no lines of our log; what matters is
+    # raised. Read when grpc is first imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     app(prog_name="jaxinfer")

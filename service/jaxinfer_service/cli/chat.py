@@ -11,7 +11,7 @@ import typer
 
 from jaxinfer.option_groups import takes_groups
 from jaxinfer_service.cli import console, sampling_options
-from jaxinfer_service.cli.remote import LOCAL, Server, client_of, require_serving, said
+from jaxinfer_service.cli.remote import RemoteOptions, require_serving, said
 
 if TYPE_CHECKING:
     from jaxinfer_service.client import Client
@@ -21,7 +21,7 @@ _HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops a
 
 @takes_groups
 def chat(
-    server: Server = LOCAL,
+    remote: RemoteOptions,
     model: Annotated[
         str, typer.Option(help="Its model's name.", show_default="whichever it serves")
     ] = "",
@@ -35,9 +35,9 @@ def chat(
 ) -> None:
     """Chat with a server; answers stream. Works piped too: each line of input is a message."""
     params = sampling.params() | {"priority": priority, "tenant": tenant}
-    with client_of(server) as client:
+    with remote.client() as client:
         require_serving(client)
-        if "temperature" not in params and not _has_temperature(client):
+        if "temperature" not in params and not _may_have_temperature(client):
             params["temperature"] = 0.7
         conversation = Conversation(client, model, system, params)
         interactive = sys.stdin.isatty()
@@ -54,16 +54,17 @@ def chat(
                 raise typer.Exit(1)
 
 
-def _has_temperature(client: Client) -> bool:
-    """Whether the served model says by itself how its tokens are drawn."""
+def _may_have_temperature(client: Client) -> bool:
+    """Whether the served model says by itself how its tokens are drawn, or the server does not
+    tell: it does so to administrators alone."""
     import grpc
 
     from jaxinfer_service.pb.jaxinfer.v1 import control_pb2
 
     try:
         info = client.control.ServerInfo(control_pb2.ServerInfoRequest())
-    except grpc.RpcError:  # the first answer will say what is wrong
-        return False
+    except grpc.RpcError:
+        return True
     return info.generation.HasField("temperature")
 
 

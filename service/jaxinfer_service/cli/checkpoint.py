@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from jaxinfer.option_groups import takes_groups
 from jaxinfer_service.cli import console, engine_options, options, text_options
-from jaxinfer_service.cli.remote import LOCAL
+from jaxinfer_service.cli.remote import RemoteOptions
 from jaxinfer_service.command import unwinding
 
 ConfigFile = Annotated[
@@ -71,6 +72,7 @@ def convert(
         typer.echo(f"{path} is ready: jaxinfer serve {path}")
 
 
+@takes_groups
 def inspect(
     path: Annotated[
         str | None,
@@ -116,16 +118,14 @@ def inspect(
             "--expert-load", help="Instead: how a server's tokens spread over its experts."
         ),
     ] = False,
-    server: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help=f"The server.  [default: {LOCAL}]"),
-    ] = None,
     over: Annotated[
         float | None,
         typer.Option(
             min=0.1, metavar="SECONDS", help="Of the next seconds, not since it began to serve."
         ),
     ] = None,
+    *,
+    where: RemoteOptions,
     log_level: options.LogLevel = "warning",
     log_format: options.LogFormat = "text",
 ) -> None:
@@ -136,9 +136,9 @@ def inspect(
             raise typer.BadParameter("--expert-load asks a server: leave PATH and sizes out")
         from jaxinfer_service.cli.expert_load import show
 
-        show(server or LOCAL, over, as_json)
+        show(where, over, as_json)
         return
-    if path is None or server is not None or over is not None:
+    if path is None or where.given or over is not None:
         raise typer.BadParameter("give a PATH; or --expert-load, with --server and --over")
     from jaxinfer.checkpoints import describe, inspect_checkpoint, tensor_table
     from jaxinfer.checkpoints.device_fit import device_fit

@@ -15,13 +15,11 @@ def read(ctx: typer.Context, path: Path | None) -> Path | None:
     """Make the file's values the command's defaults. Raises typer.BadParameter naming bad keys."""
     if path is None:
         return None
-    import yaml
-
     from jaxinfer_service.yaml_text import load_yaml
 
     try:
         data = load_yaml(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{path} cannot be read: {error}") from error
     if not isinstance(data, dict):
         raise typer.BadParameter(f"{path} must hold options, such as `max-model-len: 8k`")

@@ -82,7 +82,10 @@ class _JsonFormatter(logging.Formatter):
 def fail(error: object, code: int = 1) -> NoReturn:
     """One clear line, and an exit code; docs/operations.md has them all."""
     logger.debug("failed", exc_info=error if isinstance(error, BaseException) else None)
-    typer.echo(f"jaxinfer: {error}", err=True)
+    if any(isinstance(h.formatter, _JsonFormatter) for h in logging.getLogger().handlers):
+        logger.error("%s", error)  # who asked for JSON reads nothing else
+    else:
+        typer.echo(f"jaxinfer: {error}", err=True)
     raise typer.Exit(code)
 
 

@@ -17,6 +17,7 @@ from jaxinfer_service.cli import console, remote
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from jaxinfer_service.cli.remote import RemoteOptions
     from jaxinfer_service.pb.jaxinfer.v1 import control_pb2 as pb
 
 CALL_SECONDS = 5.0
@@ -26,13 +27,13 @@ BLOCKS, ASCII = " ▁▂▃▄▅▆▇█", " .:-=+*#@"  # bars from nothing to
 _OTHER_COLUMNS = 58  # of the terminal's width
 
 
-def show(server: str, seconds: float | None, as_json: bool) -> None:
+def show(where: RemoteOptions, seconds: float | None, as_json: bool) -> None:
     """Print what a server counted, since its start or for so many `seconds` from now on."""
     import grpc
 
     from jaxinfer_service.pb.jaxinfer.v1 import control_pb2 as pb
 
-    with remote.client_of(server) as client:
+    with where.client() as client:
         try:
             info = client.control.ServerInfo(pb.ServerInfoRequest(), timeout=CALL_SECONDS)
             load = client.control.ExpertLoad(pb.ExpertLoadRequest(), timeout=CALL_SECONDS)
@@ -43,7 +44,7 @@ def show(server: str, seconds: float | None, as_json: bool) -> None:
                 load = since(before, load)
         except grpc.RpcError as error:
             remote.nothing_to_show(client, error)
-    name = f"{', '.join(info.model_names)} at {server}"
+    name = f"{', '.join(info.model_names)} at {client.target}"
     if not load.layers:
         console.fail(f"{name} has no experts: every token goes through the whole of the model")
     if as_json:

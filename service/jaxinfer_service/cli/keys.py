@@ -15,16 +15,26 @@ def make_key(
         str, typer.Option(metavar="ROLE", help="inference, or admin, which may do all.")
     ] = "inference",
     tenant: Annotated[str, typer.Option(help="Its requests are this tenant's.")] = "",
+    max_concurrent: Annotated[
+        int | None, typer.Option(help="Calls at a time.", show_default="no limit")
+    ] = None,
+    requests_per_minute: Annotated[
+        int | None, typer.Option(help="Calls a minute.", show_default="no limit")
+    ] = None,
 ) -> None:
     """Make an API key: the entry for --api-keys to stdout, the key itself to stderr, once."""
     import yaml
 
-    from jaxinfer_service.access import Key
-    from jaxinfer_service.access import make_key as new
+    from jaxinfer_service.access import make_entry
 
-    key, digest = new()
     try:
-        entry = Key(name=name, sha256=digest, roles=(role,), tenant=tenant)  # type: ignore[arg-type]
+        key, entry = make_entry(
+            name,
+            role,
+            tenant,
+            max_concurrent=max_concurrent,
+            requests_per_minute=requests_per_minute,
+        )
     except ValueError as error:
         console.fail(error)
     shown = entry.model_dump(exclude_defaults=True) | {"roles": list(entry.roles)}

@@ -58,6 +58,12 @@ class Command(TyperCommand):
             f"All may come from the environment too: the last one here as {self.params[-1].envvar}."
         )
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from jaxinfer_service.cli import help_table
+
+        help_table.use()
+        super().format_help(ctx, formatter)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         self._check_environment(ctx)
         try:

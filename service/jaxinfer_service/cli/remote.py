@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -11,18 +15,57 @@ from jaxinfer_service.cli import console
 if TYPE_CHECKING:
     from jaxinfer_service.client import Client
 
-Server = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server.")]
 LOCAL = "localhost:50051"
+_PANEL = "Server"
 
 
-def client_of(server: str) -> Client:
-    """A client of the server. Raises typer.BadParameter for what is no address."""
-    from jaxinfer_service.client import Client
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteOptions:
+    """Which server, and how it is reached. The API key is in the environment alone."""
 
-    try:
-        return Client(server)
-    except ValueError as error:
-        raise typer.BadParameter(f"--server: {error}") from error
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="The server; tls://HOST:PORT if it has TLS.",
+            show_default=LOCAL,
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Certificates to trust, PEM, instead of the system's.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A certificate to show, PEM, if it asks for one.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    tls_key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Its key, PEM.", rich_help_panel=_PANEL)
+    ] = None
+
+    @property
+    def given(self) -> bool:
+        """Whether any of them was."""
+        return any(value is not None for value in dataclasses.astuple(self))
+
+    def client(self) -> Client:
+        """Raises typer.BadParameter for what is no address, or no file."""
+        from jaxinfer_service.client import Client
+
+        files = {"ca": self.tls_ca, "cert": self.tls_cert, "key": self.tls_key}
+        try:
+            return Client(self.server or LOCAL, **files)
+        except (ValueError, OSError) as error:
+            raise typer.BadParameter(f"--server: {error}") from error
 
 
 def require_serving(client: Client) -> None:
@@ -40,6 +83,8 @@ def require_serving(client: Client) -> None:
 def no_answer(client: Client, error: Any) -> NoReturn:
     """End the command: there is no server."""
     hint = "start one with: jaxinfer serve demo"
+    if re.search("handshake|verification", error.details()):
+        hint = "see --tls-ca, --tls-cert and --tls-key"
     console.fail(f"no server answers at {client.target} ({said(error)}); {hint}")
 
 

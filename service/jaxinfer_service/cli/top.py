@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxinfer.option_groups import takes_groups
 from jaxinfer.quantization.kinds import NONE
 from jaxinfer_service.cli import remote
-from jaxinfer_service.cli.remote import LOCAL, Server, client_of
+from jaxinfer_service.cli.remote import RemoteOptions
 
 if TYPE_CHECKING:
     from jaxinfer_service.pb.jaxinfer.v1 import control_pb2 as pb
@@ -25,12 +26,14 @@ _CELLS = bytes.maketrans(bytes(range(4)), (FREE + USED + CACHED + SHARED).encode
 _LABEL = 10  # columns
 
 
+@takes_groups
 def top(
-    server: Server = LOCAL,
     interval: Annotated[
         float, typer.Option(min=0.1, max=60, metavar="SECONDS", help="Between two looks.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and leave.")] = False,
+    *,
+    where: RemoteOptions,
 ) -> None:
     """Watch a server: slots, queue, KV pages, tokens a second, latencies. Ctrl-C leaves."""
     import grpc
@@ -39,7 +42,7 @@ def top(
 
     width = min(max(shutil.get_terminal_size().columns, WIDTH[0]), WIDTH[1])
     cells = (width - _LABEL) * MAP_LINES
-    with client_of(server) as client:
+    with where.client() as client:
         try:
             info = client.control.ServerInfo(pb.ServerInfoRequest(), timeout=CALL_SECONDS)
         except grpc.RpcError as error:
@@ -48,7 +51,7 @@ def top(
         updates: Any = client.control.WatchLoad(request)
         try:
             with _screen(once) as show:
-                for lines in _frames(server, info, updates, interval, width):
+                for lines in _frames(client.target, info, updates, interval, width):
                     show("\n".join(lines))
                     if once:
                         return

@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from jaxinfer.request import EngineStoppedError, QueueFullError, RequestError
 from jaxinfer_service import status
 from jaxinfer_service.access import ForbiddenError, TooManyError, UnauthenticatedError
+from jaxinfer_service.end_log import log_error
 from jaxinfer_service.http.schema import FIELDS
 from jaxinfer_service.http.strict import WrongFieldError
 
@@ -95,6 +96,7 @@ def body_of(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def _body(message: str, kind: Kind, param: str | None = None) -> dict[str, Any]:
+    log_error(str(kind.http), kind.code or kind.type)
     error = {
         "message": _clipped(message, MOST_CHARACTERS),
         "type": kind.type,

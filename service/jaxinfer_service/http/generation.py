@@ -21,7 +21,7 @@ from jaxinfer.truncation import truncated
 from jaxinfer_service import status
 from jaxinfer_service.access import tenant_of
 from jaxinfer_service.answer_size import aside, check_entries
-from jaxinfer_service.end_log import log_end
+from jaxinfer_service.end_log import LEFT, log_end
 from jaxinfer_service.http import errors
 from jaxinfer_service.http.answers import Call, Choice, Echoed, Shape, usage
 from jaxinfer_service.http.echo import Prefaced
@@ -32,7 +32,6 @@ from jaxinfer_service.tracing import names
 from jaxinfer_service.tracing.current import note
 
 DONE = b"data: [DONE]\n\n"
-LEFT = 499  # the status of a call whose client left, which nobody reads
 
 
 @dataclass(frozen=True, slots=True)
