@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx2 as httpx
 import pytest
-from fake_engine import LONG, ScriptedEngine, echo
+from fake_engine import LONG, ScriptedEngine, echo, says
 from jaxinfer_service import status
 from jaxinfer_service.http.chat_schema import Message
 from jaxinfer_service.http.not_computed import ChatNotComputed
@@ -106,7 +106,7 @@ def test_rules_that_leave_no_token_are_named_by_what_asked_for_them(
 
     @in_loop
     async def ask():
-        async with serving(ScriptedEngine(echo, LONG), http_port=0) as (server, _):
+        async with serving(ScriptedEngine(says(""), LONG), http_port=0) as (server, _):
             url = f"http://127.0.0.1:{server.http_port}/v1/chat/completions"
             async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
                 error = await refusal(client, url, CHAT | asked | {"stream": stream})

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jaxinfer.conversation import Conversation
 from jaxinfer.request import Scheduling
 from jaxinfer.stream import Stream
-from jaxinfer.text import AnyPrompt, Delta
+from jaxinfer.text import AnyPrompt, Delta, Finish
 from jaxinfer.truncation import truncated
 from jaxinfer_service import status
 from jaxinfer_service.access import tenant_of
@@ -48,6 +48,12 @@ class Ask:
     def named(self) -> contextlib.AbstractContextManager[None]:
         """Violations found within name fields as the body does."""
         return renamed(lambda found: self.body.renamed(found, self.name))
+
+    def check(self, finish: Finish | None) -> None:
+        """Raise for an end that is no answer."""
+        if finish is not None:  # most of what comes is no end
+            with self.named():
+                status.check_finish(finish)
 
     async def encode(self) -> list[int]:
         """Token ids of the prompt that are kept. Raises RequestError or EngineStoppedError."""
@@ -129,8 +135,7 @@ class Started:
         """What comes, with the `index` of the choice. Raises what ends a call without answer."""
         if len(self.streams) == 1:
             async for delta in self.streams[0]:
-                with self._asks[0].named():
-                    status.check_finish(delta.finish)
+                self._asks[0].check(delta.finish)
                 yield delta
             return
         async with contextlib.aclosing(self._mixed()) as deltas:
@@ -143,8 +148,7 @@ class Started:
         async def read(ask: Ask, stream: Stream, first: int) -> None:
             try:
                 async for delta in stream:
-                    with ask.named():
-                        status.check_finish(delta.finish)
+                    ask.check(delta.finish)
                     delta.index += first
                     await queue.put(delta)
             except Exception as error:
