@@ -100,12 +100,12 @@ async def test_some_requests_are_held_to_a_schema_by_either_door():
         asked.append(request)
         return forever(request)
 
-    engine = ScriptedEngine(script, ROOMY)
-    job = {"plain": 2, "formed": 1, "input_len": 3, "output_len": 4, "vocab_size": 200, "seed": 1}
+    engine = ScriptedEngine(script, ROOMY, step_seconds=0.02)  # or all tokens come at once
+    job = {"plain": 2, "formed": 1, "input_len": 3, "output_len": 20, "vocab_size": 200, "seed": 1}
     async with own_server(bench(engine)) as own:
         for server in own.targets.values():
             found = await own.load(kind="load", servers=[server], schema=beside.SCHEMA, **job)
-            assert [record["tokens"] for record in found["records"]] == [4, 4, 4]
+            assert [record["tokens"] for record in found["records"]] == [20, 20, 20]
             assert beside._speed(found["records"][0]) > 0
     formed = [request.prompt for request in asked if request.params.structured is not None]
     assert formed == [prompts(job)[2].prompt] * 2 and len(asked) == 6
@@ -133,6 +133,11 @@ async def test_who_interrupts_it_does_not_wait_for_what_the_clients_do():
 def test_a_request_that_failed_has_no_speed():
     with pytest.raises(RuntimeError, match="no room"):
         beside._speed({"error": "no room"})
+
+
+def test_a_stream_of_one_message_has_no_speed():
+    with pytest.raises(RuntimeError, match="raise --output-len"):
+        beside._speed({"tokens": 4, "decode": 0.0})
 
 
 @in_loop

@@ -97,4 +97,6 @@ async def _measure(
 def _speed(record: dict[str, Any]) -> float:
     if "error" in record:
         raise RuntimeError(f"a request failed: {record['error']}")
+    if not record["decode"]:
+        raise RuntimeError("a stream came in one message, which has no speed; raise --output-len")
     return (record["tokens"] - 1) / record["decode"]
